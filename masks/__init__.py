@@ -1,0 +1,1 @@
+"""Masks that are ready to use, one file each."""
