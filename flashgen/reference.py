@@ -1,0 +1,120 @@
+"""The dense float64 oracle: what every kernel is compared with. Memory is Sq x Skv."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .expr import Env, evaluate
+from .spec import Bound, Program
+from .spec.data import fit_data
+
+if TYPE_CHECKING:
+    from .spec import Mask
+
+
+def dense_mask(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    batch: int,
+    heads: int,
+    q_offset: int | torch.Tensor | None,
+    data: Mapping[str, Any],
+) -> torch.Tensor:
+    """`Mask.dense`: the boolean matrix [B|1, H|1, Sq, Skv]."""
+    call = f"{mask.name}.dense({q_len}, {kv_len}, ...)"
+    bound = Program(mask=mask).bind(data, call)
+    tensors = [*bound.tensors.values(), *([q_offset] if isinstance(q_offset, torch.Tensor) else [])]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    offset = kv_len - q_len if q_offset is None else q_offset
+    last = q_len + offset if isinstance(offset, int) else None
+    extents = {"b": batch, "h": heads, "h_kv": heads, "q_idx": last, "kv_idx": kv_len}
+    bound = fit_data(bound, extents, device, call)
+    env = dense_env(bound, (batch, heads, heads, q_len, kv_len), offset, device)
+    shape = (
+        batch if bound.spec.uses("b") or _varies(offset) else 1,
+        heads if bound.spec.uses("h", "h_kv") else 1,
+        q_len,
+        kv_len,
+    )
+    if bound.spec.mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    return evaluate(bound.spec.mask, env).expand(shape)
+
+
+def _varies(offset: int | torch.Tensor) -> bool:
+    return isinstance(offset, torch.Tensor) and offset.numel() > 1
+
+
+def dense_env(
+    bound: Bound,
+    shape: tuple[int, int, int, int, int],
+    offset: int | torch.Tensor,
+    device: torch.device,
+    float_dtype: torch.dtype = torch.float32,
+) -> Env:
+    """Indices laid out as [B, H, Sq, Skv]; `shape` is (B, Hq, Hkv, Sq, Skv)."""
+    batch, heads, kv_heads, q_len, kv_len = shape
+
+    def line(size: int, dim: int) -> torch.Tensor:
+        view = [1, 1, 1, 1]
+        view[dim] = size
+        return torch.arange(size, device=device).reshape(view)
+
+    start = offset.reshape(-1, 1, 1, 1).long() if isinstance(offset, torch.Tensor) else offset
+    h = line(heads, 1)
+    index = {
+        "b": line(batch, 0),
+        "h": h,
+        "h_kv": h // max(1, heads // max(1, kv_heads)),
+        "q_idx": line(q_len, 2) + start,
+        "kv_idx": line(kv_len, 3),
+        "q_len": torch.tensor(q_len, device=device),
+        "kv_len": torch.tensor(kv_len, device=device),
+    }
+    return Env(index, dict(bound.scalars), dict(bound.tensors), float_dtype=float_dtype)
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    score: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense softmax attention in float64.
+
+    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]; `mask` broadcasts to
+    [B, Hq, Sq, Skv]; `score` maps the scaled scores [B, Hq, Sq, Skv] to new ones; `sinks` [Hq].
+    Returns out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq], which includes the sink. A
+    row without keys gives 0 and -inf (the sink, if there is one)."""
+    group = q.shape[1] // max(1, k.shape[1])
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if score is not None:
+        scores = score(scores)
+    if softcap is not None:
+        capped = softcap * torch.tanh(scores / softcap)
+        scores = torch.where(scores == -torch.inf, scores, capped)
+    allowed = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
+    scores = torch.where(allowed, scores, -torch.inf)
+    if sinks is not None:
+        column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    safe = torch.where(lse == -torch.inf, 0.0, lse)
+    weights = torch.exp(scores - safe[..., None])[..., : k.shape[2]]
+    # Selected, not multiplied: garbage in a value that a row doesn't see must not reach it.
+    seen = weights.unsqueeze(-1) > 0 if not torch.isfinite(v).all() else None
+    if seen is None:
+        return weights @ v, lse
+    terms = torch.where(seen, weights.unsqueeze(-1) * v.unsqueeze(2), 0.0)
+    return terms.sum(dim=3), lse

@@ -1,0 +1,89 @@
+"""A call's data against its shapes: lengths, broadcasting, devices, divisors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from ..errors import FlashgenError
+from ..expr import Env, Expr, evaluate, leaves, walk
+from .spec import Bound, Spec
+
+BROADCAST = ("b", "h", "h_kv")
+
+
+def fit_data(
+    bound: Bound, extents: Mapping[str, int | None], device: torch.device, call: str
+) -> Bound:
+    """Check every dimension that a bare index reads, and expand those of size 1 under b, h, h_kv.
+
+    `extents` says how many values each index takes (the largest position + 1 for `q_idx` and
+    `kv_idx`); None where only the device knows. Raises FlashgenError."""
+    tensors = dict(bound.tensors)
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise FlashgenError(
+                f"{name} is on {tensor.device}, and the queries are on {device}",
+                call=call,
+                write=f"{name}={name}.to(q.device)",
+            )
+    for name, dim, symbol in _bare_dimensions(bound.spec):
+        extent, size = extents.get(symbol), tensors[name].shape[dim]
+        if extent is None or size == extent:
+            continue
+        if size == 1 and symbol in BROADCAST:
+            shape = [-1] * tensors[name].ndim
+            shape[dim] = extent
+            tensors[name] = tensors[name].expand(shape)
+        elif size < extent or symbol in BROADCAST:
+            raise _length_error(name, tensors[name], dim, symbol, extent, call)
+    _check_divisors(bound, device, call)
+    return replace(bound, tensors=tensors)
+
+
+def _length_error(
+    name: str, tensor: torch.Tensor, dim: int, symbol: str, extent: int, call: str
+) -> FlashgenError:
+    allowed = f"{extent} or 1" if symbol in BROADCAST else f"at least {extent}"
+    why = "" if symbol in BROADCAST else " (positions are absolute: the largest, plus 1)"
+    return FlashgenError(
+        f"{name} has shape {list(tensor.shape)}; its dimension {dim} is indexed by {symbol} and "
+        f"needs a length of {allowed}{why}",
+        call=call,
+        write=f"{name} with {extent} elements along dimension {dim}",
+    )
+
+
+def _exprs(spec: Spec) -> Iterator[Expr]:
+    for expr in (spec.mask, spec.score):
+        if expr is not None:
+            yield from walk(expr)
+
+
+def _bare_dimensions(spec: Spec) -> list[tuple[str, int, str]]:
+    found: dict[tuple[str, int, str], None] = {}
+    for node in _exprs(spec):
+        if node.op == "load":
+            for dim, position in enumerate(node.args):
+                if position.op == "index":
+                    found[node.attr, dim, position.attr] = None
+    return list(found)
+
+
+def _check_divisors(bound: Bound, device: torch.device, call: str) -> None:
+    """A divisor made of scalars only is known on the host, and must not be zero."""
+    for node in _exprs(bound.spec):
+        if node.op not in ("floordiv", "mod") or node.kind != "int":
+            continue
+        divisor = node.args[1]
+        names = leaves(divisor, "scalar")
+        if not names or any(leaves(divisor, op) for op in ("index", "load", "score", "size")):
+            continue
+        env = Env({"b": torch.zeros((), dtype=torch.int64)}, scalars=dict(bound.scalars))
+        if not evaluate(divisor, env).item():
+            given = ", ".join(f"{n}={bound.scalars[n]}" for n in sorted(names))
+            raise FlashgenError(
+                f"{node} divides by zero, as {given}", call=call, write="a divisor that isn't zero"
+            )

@@ -1,0 +1,137 @@
+"""One user function inside a declaration: its names, and what is bound early."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..errors import FlashgenError, did_you_mean
+from ..trace import Function, Traced, trace
+from ..trace.signature import Parameter
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter as the call sees it. `type`: int, float, bool or tensor."""
+
+    name: str
+    type: str
+    const: bool = False
+
+    def __str__(self) -> str:
+        kind = {"tensor": "fg.Tensor"}.get(self.type, self.type)
+        return f"{self.name}: {f'fg.Const[{kind}]' if self.const else kind}"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A function, the public names of its parameters, and the values bound to some of them."""
+
+    function: Function
+    wants: Literal["mask", "score"]
+    names: Mapping[str, str] = field(default_factory=dict)
+    bound: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[..., None] | None = None
+    # Traces live and die with the function they came from: captured tensors must not leak.
+    _traces: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of(
+        function: Any, wants: Literal["mask", "score"], check: Callable[..., None] | None = None
+    ) -> Leaf:
+        read = Function.of(function, wants)
+        defaults = {
+            p.name: p.default for p in read.arguments if p.default is not inspect.Parameter.empty
+        }
+        return Leaf(read, wants, {}, defaults, check)
+
+    def __reduce__(self) -> Any:
+        return _leaf, (self.function, self.wants, dict(self.names), dict(self.bound), self.check)
+
+    def __deepcopy__(self, memo: Any) -> Leaf:
+        import copy
+
+        return replace(self, bound=copy.deepcopy(dict(self.bound), memo), _traces=self._traces)
+
+    def public(self, parameter: Parameter) -> str:
+        return self.names.get(parameter.name, parameter.name)
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        return tuple(self._argument(p) for p in self.function.arguments)
+
+    def _argument(self, parameter: Parameter) -> Argument:
+        return Argument(self.public(parameter), parameter.type, parameter.role == "const")
+
+    @property
+    def defaults(self) -> frozenset[str]:
+        """Names whose value is the function's own default, so that a call may still give them."""
+        return frozenset(
+            self.public(p)
+            for p in self.function.arguments
+            if p.default is not inspect.Parameter.empty
+            and self.bound.get(p.name, None) is p.default
+        )
+
+    @property
+    def free(self) -> tuple[Argument, ...]:
+        taken = {self.names.get(own, own) for own in self.bound} - self.defaults
+        return tuple(a for a in self.arguments if a.name not in taken)
+
+    @property
+    def required(self) -> tuple[Argument, ...]:
+        taken = {self.names.get(own, own) for own in self.bound}
+        return tuple(a for a in self.arguments if a.name not in taken)
+
+    def bind(self, values: Mapping[str, Any]) -> Leaf:
+        own = {self.public(p): p.name for p in self.function.arguments}
+        free = {a.name for a in self.free}
+        new = {own[name]: value for name, value in values.items() if name in free}
+        return replace(self, bound={**self.bound, **new}, _traces={}) if new else self
+
+    def rename(self, changes: Mapping[str, str]) -> Leaf:
+        names = dict(self.names)
+        for parameter in self.function.arguments:
+            public = self.public(parameter)
+            if public in changes and parameter.name not in self.bound:
+                names[parameter.name] = changes[public]
+        return replace(self, names=names, _traces={})
+
+    def traced(self, types: Mapping[str, Any], names: Mapping[str, str]) -> Traced:
+        key = (tuple(sorted(types.items())), tuple(sorted(names.items())))
+        if key not in self._traces:
+            self._traces[key] = trace(self.function, types, wants=self.wants, names=names)
+        return self._traces[key]
+
+    def run_check(self, values: Mapping[str, Any], call: str) -> None:
+        """Run the mask's own check once all that it asks for is known. Raises FlashgenError."""
+        if self.check is None:
+            return
+        wanted = inspect.signature(self.check).parameters
+        own = {p.name: self.public(p) for p in self.function.arguments}
+        if not all(own.get(name, name) in values for name in wanted):
+            return
+        try:
+            self.check(**{name: values[own.get(name, name)] for name in wanted})
+        except ValueError as error:
+            if isinstance(error, FlashgenError):
+                raise
+            problem, _, advice = str(error).partition("; write ")
+            raise FlashgenError(
+                problem, call=call, line=self.function.line, write=advice or None
+            ) from None
+
+
+def _leaf(function: Function, wants: Any, names: Any, bound: Any, check: Any) -> Leaf:
+    return Leaf(function, wants, names, bound, check)
+
+
+def unknown_name(name: str, known: list[str], call: str) -> FlashgenError:
+    """The error for data that nothing asks for."""
+    return FlashgenError(
+        f"nothing here is called {name}",
+        call=call,
+        write=did_you_mean(name, known) or "no data: nothing is left to give",
+    )

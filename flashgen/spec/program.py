@@ -1,0 +1,276 @@
+"""A declaration, and how a call's data turns it into a Spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import FlashgenError
+from ..expr import Expr, leaves, make, substitute
+from ..trace import TensorType
+from .heads import MLA
+from .leaf import Argument, Leaf, unknown_name
+from .mask import Mask, check_arguments
+from .spec import Bound, ScalarParam, Spec, TensorParam
+
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `fg.Attention` declares once: mask, score function, heads, softcap, sinks."""
+
+    mask: Mask | None = None
+    score: Leaf | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    heads: MLA | None = None
+    _specs: dict[Any, Spec] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_arguments([a for leaf in self.leaves for a in leaf.arguments], self.name)
+
+    def __reduce__(self) -> Any:
+        return Program, (self.mask, self.score, self.softcap, self.sinks, self.heads)
+
+    @property
+    def name(self) -> str:
+        parts = [self.mask.name if self.mask is not None else "full"]
+        if self.score is not None:
+            parts.append(self.score.function.name)
+        return " + ".join(parts)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        masks = self.mask.leaves if self.mask is not None else ()
+        return (*masks, self.score) if self.score is not None else masks
+
+    @property
+    def params(self) -> tuple[Argument, ...]:
+        """What a call may give, each name once."""
+        return tuple({a.name: a for leaf in self.leaves for a in leaf.free}.values())
+
+    @property
+    def flex_function(self) -> str | None:
+        """The name of a function in FlexAttention's form, if the declaration has one."""
+        return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
+
+    def bind(self, data: Mapping[str, Any], call: str) -> Bound:
+        """Check names and kinds of a call's data, and trace. Raises FlashgenError."""
+        self._check_given(data, call)
+        names, values = _assign_names(self.leaves, data)
+        arguments = {
+            leaf_names[p.name]: Argument(leaf_names[p.name], p.type, p.role == "const")
+            for leaf, leaf_names in zip(self.leaves, names, strict=True)
+            for p in leaf.function.arguments
+        }
+        values = {n: _value(arguments[n], v, call) for n, v in values.items()}
+        for leaf in self.leaves:
+            leaf.run_check({a.name: values[a.name] for a in leaf.required}, call)
+        types = {n: _type(arguments[n], v) for n, v in values.items()}
+        dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
+        spec, captured = self._traced(names, types, dtypes)
+        values.update(captured)
+        return Bound(
+            spec,
+            {s.name: values[s.name] for s in spec.scalars},
+            {t.name: values[t.name] for t in spec.tensors},
+        )
+
+    def _check_given(self, data: Mapping[str, Any], call: str) -> None:
+        known = [a.name for a in self.params]
+        for name in data:
+            if name not in known:
+                raise unknown_name(name, known, call)
+        missing = [a for leaf in self.leaves for a in leaf.required if a.name not in data]
+        if missing:
+            unique = list(dict.fromkeys(map(str, missing)))
+            raise FlashgenError(
+                f"{self.name} also needs {', '.join(unique)}",
+                call=call,
+                write=", ".join(f"{m.split(':')[0]}=..." for m in unique),
+            )
+
+    def _traced(
+        self,
+        names: list[dict[str, str]],
+        types: Mapping[str, Any],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> tuple[Spec, dict[str, torch.Tensor]]:
+        exprs: list[Expr] = []
+        captured: dict[str, torch.Tensor] = {}
+        for leaf, leaf_names in zip(self.leaves, names, strict=True):
+            used = {name: types[name] for name in leaf_names.values()}
+            traced = leaf.traced(used, leaf_names)
+            exprs.append(_with_captured(traced.expr, traced.captured, captured, set(types)))
+        dtypes = {**dtypes, **{n: t.dtype for n, t in captured.items()}}
+        ranks = {n: t.ndim for n, t in types.items() if isinstance(t, TensorType)}
+        ranks.update({n: t.ndim for n, t in captured.items()})
+        key = (tuple(exprs), tuple(sorted((n, str(d)) for n, d in dtypes.items())))
+        if key not in self._specs:
+            self._specs[key] = self._spec(exprs, dtypes, ranks)
+        return self._specs[key], captured
+
+    def _spec(
+        self, exprs: list[Expr], dtypes: Mapping[str, torch.dtype], ranks: Mapping[str, int]
+    ) -> Spec:
+        rest = iter(exprs)
+        mask = _compose(self.mask, rest) if self.mask is not None else None
+        score = next(rest, None)
+        if mask is not None and mask.is_const and mask.attr:
+            mask = None
+        if score is not None and score.op == "score":
+            score = None
+        loads = leaves(mask, "load") | leaves(score, "load")
+        sizes = {n for e in (mask, score) for n, _ in leaves(e, "size")}
+        tensors = tuple(TensorParam(n, dtypes[n], ranks[n]) for n in sorted(loads | sizes))
+        kinds = {
+            node.attr: node.kind
+            for expr in (mask, score)
+            if expr is not None
+            for node in _scalars(expr)
+        }
+        scalars = tuple(ScalarParam(n, kinds[n]) for n in sorted(kinds))
+        return Spec(
+            self.name,
+            mask,
+            score,
+            self.softcap is not None,
+            self.sinks,
+            self.heads,
+            tensors,
+            scalars,
+        )
+
+
+def _scalars(expr: Expr) -> list[Expr]:
+    from ..expr import walk
+
+    return [node for node in walk(expr) if node.op == "scalar"]
+
+
+def _compose(tree: Mask, exprs: Any) -> Expr:
+    if tree._op == "leaf":
+        expr: Expr = next(exprs)
+        return expr
+    parts = [_compose(part, exprs) for part in tree._parts]
+    return make(tree._op, *parts)
+
+
+def _assign_names(
+    all_leaves: tuple[Leaf, ...], data: Mapping[str, Any]
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """For each leaf, parameter to name; and the value of each name.
+
+    What is bound early is no longer the call's, so it must not collide with other parameters."""
+    values = dict(data)
+    taken = {a.name for leaf in all_leaves for a in leaf.required} | set(values)
+    names = []
+    for leaf in all_leaves:
+        mine = {}
+        for parameter in leaf.function.arguments:
+            name = leaf.public(parameter)
+            given = name in data and any(a.name == name for a in leaf.free)
+            if parameter.name in leaf.bound and not given:
+                name = _unique(name, leaf.bound[parameter.name], taken, values)
+                values[name] = leaf.bound[parameter.name]
+                taken.add(name)
+            mine[parameter.name] = name
+        names.append(mine)
+    return names, values
+
+
+def _unique(name: str, value: Any, taken: set[str], values: Mapping[str, Any]) -> str:
+    candidate, turn = name, 2
+    while candidate in taken and not _same(values.get(candidate), value):
+        candidate, turn = f"{name}_{turn}", turn + 1
+    return candidate
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return left is right
+    return type(left) is type(right) and bool(left == right)
+
+
+def _value(argument: Argument, value: Any, call: str) -> Any:
+    """The value in the form kernels take it: a Python number, or a tensor."""
+    if argument.type == "tensor":
+        if isinstance(value, torch.Tensor):
+            return _checked_tensor(argument, value, call)
+        if isinstance(value, (bool, int, float)):
+            return value
+        raise FlashgenError(
+            f"{argument.name} must be a tensor, and is a {type(value).__name__}",
+            call=call,
+            write=f"{argument.name}=torch.tensor(...)",
+        )
+    if isinstance(value, torch.Tensor):
+        value = _host_number(argument, value, call)
+    elif not isinstance(value, (bool, int, float)) and hasattr(value, "item"):
+        value = value.item()
+    wanted = _NUMBERS[argument.type]
+    if not isinstance(value, wanted) or (argument.type != "bool" and isinstance(value, bool)):
+        raise FlashgenError(
+            f"{argument.name} must be a Python {argument.type}, and is {value!r}",
+            call=call,
+            write=f"{argument.name}={'True' if argument.type == 'bool' else '128'}",
+        )
+    return float(value) if argument.type == "float" else value
+
+
+def _host_number(argument: Argument, value: torch.Tensor, call: str) -> Any:
+    if value.ndim == 0 and value.device.type == "cpu":
+        return value.item()
+    raise FlashgenError(
+        f"{argument.name} is a runtime scalar, and is given a tensor on {value.device} of shape "
+        f"{list(value.shape)}: reading it would wait for the device",
+        call=call,
+        write=f"a Python {argument.type}, or `{argument.name}: fg.Tensor` in the function",
+    )
+
+
+def _checked_tensor(argument: Argument, value: torch.Tensor, call: str) -> torch.Tensor:
+    if value.is_complex() or value.is_quantized or value.layout != torch.strided:
+        raise FlashgenError(
+            f"{argument.name} is a {value.layout} tensor of {value.dtype}",
+            call=call,
+            write="a dense tensor of booleans, integers or floats",
+        )
+    return value
+
+
+def _type(argument: Argument, value: Any) -> Any:
+    if argument.const:
+        return value
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    return argument.type if argument.type != "tensor" else type(value).__name__
+
+
+def _with_captured(
+    expr: Expr,
+    found: Mapping[str, torch.Tensor],
+    captured: dict[str, torch.Tensor],
+    taken: set[str],
+) -> Expr:
+    """Give captured tensors names of their own among all that the declaration reads."""
+    changes: dict[str, str] = {}
+    for name, tensor in found.items():
+        unique, turn = name, 2
+        while unique in taken or captured.get(unique, tensor) is not tensor:
+            unique, turn = f"{name}_{turn}", turn + 1
+        captured[unique] = tensor
+        changes[name] = unique
+    if all(old == new for old, new in changes.items()):
+        return expr
+
+    def rename(node: Expr) -> Expr | None:
+        if node.op == "load" and node.attr in changes:
+            return Expr("load", node.kind, node.args, changes[node.attr])
+        return None
+
+    return substitute(expr, rename)

@@ -1,0 +1,99 @@
+"""The traced declaration: expressions, and the data they read."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..expr import Expr, Kind, leaves
+from .heads import MLA
+
+
+@dataclass(frozen=True)
+class TensorParam:
+    """A tensor that the expressions read."""
+
+    name: str
+    dtype: torch.dtype
+    ndim: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}[{self.ndim}-d]"
+
+
+@dataclass(frozen=True)
+class ScalarParam:
+    """A runtime scalar: a kernel argument, never part of a cache key."""
+
+    name: str
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that decides which kernels are generated, and nothing else."""
+
+    name: str
+    mask: Expr | None
+    score: Expr | None
+    softcap: bool
+    sinks: bool
+    heads: MLA | None
+    tensors: tuple[TensorParam, ...]
+    scalars: tuple[ScalarParam, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the spec in registries and schedules; equal for equal expressions."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    @cached_property
+    def mask_digest(self) -> str:
+        """Names the mask alone: layers with different scores share a schedule."""
+        used = leaves(self.mask, "load")
+        types = [str(t) for t in self.tensors if t.name in used]
+        return hashlib.sha256(f"{self.mask} {types}".encode()).hexdigest()[:16]
+
+    def uses(self, *names: str) -> bool:
+        """Whether the mask reads one of these indices."""
+        return bool(leaves(self.mask, "index") & set(names))
+
+    @cached_property
+    def slug(self) -> str:
+        """The name as part of a file's name."""
+        words = re.sub(r"[^a-zA-Z0-9]+", "_", self.name.replace("~", "not_"))
+        return words.strip("_").lower()[:60] or "attention"
+
+    def __str__(self) -> str:
+        lines = [f"spec {self.name}"]
+        lines.append(f"  mask    {'every key' if self.mask is None else self.mask}")
+        if self.score is not None:
+            lines.append(f"  score   {self.score}")
+        extras = [n for n, on in (("softcap", self.softcap), ("sinks", self.sinks)) if on]
+        if self.heads is not None:
+            extras.append(str(self.heads))
+        if extras:
+            lines.append(f"  with    {', '.join(extras)}")
+        if self.scalars:
+            lines.append(f"  scalars {', '.join(map(str, self.scalars))}")
+        if self.tensors:
+            lines.append(f"  data    {', '.join(map(str, self.tensors))}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A Spec with the data of one call. Scalars are Python numbers."""
+
+    spec: Spec
+    scalars: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]

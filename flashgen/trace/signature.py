@@ -1,0 +1,217 @@
+"""What a user's function asks for: index symbols by name, scalars, constants, tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from ..errors import FlashgenError, SourceLine
+from ..expr import INDEX_NAMES
+
+T = TypeVar("T")
+Role = Literal["index", "score", "scalar", "const", "tensor", "default"]
+Style = Literal["named", "flex"]
+
+
+class Tensor:
+    """Annotates a parameter as data: a tensor given at the call (or bound early) by name.
+
+    Inside the function it is indexed by integer expressions, one for each dimension; every index
+    is clamped to the dimension. A tensor without dimensions is used bare."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise FlashgenError("fg.Tensor is an annotation", write="doc: fg.Tensor")
+
+
+class Const(Generic[T]):
+    """Annotates a parameter as baked into the kernel: `width: fg.Const[int]`.
+
+    A new value makes a new kernel; `width: int` is a runtime scalar and doesn't."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a user's function. `type`: int, float, bool or tensor."""
+
+    name: str
+    role: Role
+    type: str = ""
+    default: Any = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's function with its parameters understood; compares by identity of the function."""
+
+    function: Callable[..., Any]
+    parameters: tuple[Parameter, ...] = field(compare=False)
+    style: Style = field(compare=False)
+
+    @staticmethod
+    def of(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Function:
+        """Read the signature. Raises FlashgenError for a parameter whose role can't be told."""
+        return _read(function, wants)
+
+    @property
+    def name(self) -> str:
+        inner = self.function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        return getattr(inner, "__name__", type(inner).__name__)
+
+    @property
+    def line(self) -> SourceLine | None:
+        return _definition(self.function)
+
+    @property
+    def arguments(self) -> tuple[Parameter, ...]:
+        """The parameters that the call gives, by name."""
+        return tuple(p for p in self.parameters if p.role in ("scalar", "const", "tensor"))
+
+    def __deepcopy__(self, memo: Any) -> Function:
+        return self
+
+    def __reduce__(self) -> Any:
+        module = getattr(self.function, "__module__", None)
+        path = getattr(self.function, "__qualname__", "")
+        wants = "score" if any(p.role == "score" for p in self.parameters) else "mask"
+        found = _find(module, path)
+        if _function_of(found) is not self.function:
+            raise FlashgenError(
+                f"{path or self.name} can't be pickled: it can't be found again by its name",
+                line=self.line,
+                write="the function at the top level of a module",
+            )
+        return _restore, (module, path, wants)
+
+
+def _definition(function: Callable[..., Any]) -> SourceLine | None:
+    """The line where a function starts."""
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    code = getattr(inspect.unwrap(inner), "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(code.co_filename, code.co_firstlineno, text)
+
+
+def _find(module: str | None, path: str) -> Any:
+    found: Any = sys.modules.get(module or "")
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _function_of(found: Any) -> Any:
+    """The plain function behind a name that a decorator may have replaced."""
+    return getattr(found, "__wrapped__", found)
+
+
+def _restore(module: str, path: str, wants: Literal["mask", "score"]) -> Function:
+    __import__(module)
+    return Function.of(_function_of(_find(module, path)), wants)
+
+
+def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Function:
+    if not callable(function):
+        raise FlashgenError(
+            f"a {wants} must be a function, and {function!r} is a {type(function).__name__}",
+            write=f"@fg.{'mask' if wants == 'mask' else 'attention'} above a function",
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    hints = _annotations(function, parameters)
+    known = {"score", *INDEX_NAMES} if wants == "score" else set(INDEX_NAMES)
+    plain = [p for p in parameters if p.name not in hints and p.default is p.empty]
+    strangers = [p for p in plain if p.name not in known]
+    if strangers and len(plain) == (4 if wants == "mask" else 5):
+        return Function(function, tuple(_flex(plain, wants)), "flex")
+    roles = tuple(_named(p, hints.get(p.name), known, function, wants) for p in parameters)
+    return Function(function, roles, "named")
+
+
+def _flex(plain: list[inspect.Parameter], wants: str) -> list[Parameter]:
+    names = ("b", "h", "q_idx", "kv_idx")
+    if wants == "score":
+        return [Parameter("score", "score"), *(Parameter(n, "index") for n in names)]
+    return [Parameter(n, "index") for n in names]
+
+
+def _named(
+    parameter: inspect.Parameter,
+    hint: Any,
+    known: set[str],
+    function: Callable[..., Any],
+    wants: str,
+) -> Parameter:
+    name, default = parameter.name, parameter.default
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        problem = f"the {wants} takes *{name}, and flashgen binds parameters by their names"
+    elif name in known:
+        return Parameter(name, "score" if name == "score" else "index")
+    elif hint in ("int", "float", "bool"):
+        return Parameter(name, "scalar", hint, default)
+    elif hint == "tensor":
+        return Parameter(name, "tensor", "tensor", default)
+    elif isinstance(hint, str) and hint.startswith("const "):
+        return Parameter(name, "const", hint.removeprefix("const "), default)
+    elif hint is None and default is not parameter.empty:
+        return Parameter(name, "default")
+    elif hint is None:
+        problem = f"nothing says what the parameter {name} of this {wants} is"
+    else:
+        problem = f"the parameter {name} of this {wants} is annotated {hint!r}"
+    raise FlashgenError(
+        problem,
+        line=_definition(function),
+        write=f"an index symbol ({', '.join(sorted(known))}), or {name}: int, float or bool for a "
+        f"runtime scalar, {name}: fg.Const[int] for a constant, {name}: fg.Tensor for data; a "
+        f"FlexAttention function has {'4' if wants == 'mask' else '5'} plain parameters",
+    )
+
+
+def _annotations(
+    function: Callable[..., Any], parameters: list[inspect.Parameter]
+) -> dict[str, Any]:
+    """Parameter name to int, float, bool, tensor, `const int`, or the annotation itself.
+
+    Annotations of index symbols are ignored."""
+    return {
+        p.name: _annotation(p.annotation, function)
+        for p in parameters
+        if p.annotation is not p.empty and p.name not in ("score", *INDEX_NAMES)
+    }
+
+
+def _annotation(annotation: Any, function: Callable[..., Any]) -> Any:
+    if isinstance(annotation, str):
+        text = annotation.strip()
+        try:
+            inner: Any = inspect.unwrap(function)
+            while isinstance(inner, functools.partial):
+                inner = inner.func
+            annotation = eval(text, getattr(inner, "__globals__", {}))
+        except Exception:  # names that exist only for type checkers: read the text instead
+            return _annotation_text(text)
+    if annotation in (int, float, bool):
+        return annotation.__name__
+    if annotation is Tensor or getattr(annotation, "__name__", "") == "Tensor":
+        return "tensor"
+    if getattr(annotation, "__origin__", None) is Const:
+        return f"const {annotation.__args__[0].__name__}"
+    return annotation
+
+
+def _annotation_text(text: str) -> str:
+    last = text.rsplit(".", 1)[-1]
+    if last == "Tensor":
+        return "tensor"
+    if last.startswith("Const["):
+        return f"const {last[6:-1]}"
+    return last
