@@ -69,13 +69,13 @@ class FlashgenError(ValueError):
         self,
         problem: str,
         *,
-        call: str | None = None,
+        call: object | None = None,
         line: SourceLine | None = None,
         write: str | None = None,
     ) -> None:
         super().__init__(problem)
         self.problem = problem
-        self.call = call
+        self.call = None if call is None else str(call)
         self.line = line
         self.write = write
 

@@ -69,7 +69,7 @@ class Geometry:
 
 
 def check_offset(
-    offset: object, batch: int, device: torch.device, call: str
+    offset: object, batch: int, device: torch.device, call: object
 ) -> int | torch.Tensor | None:
     """An int, or a 0-d, [1] or [B] integer tensor on the device. Raises FlashgenError."""
     if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
@@ -89,7 +89,7 @@ def check_offset(
     return offset.reshape(-1)
 
 
-def _offset_error(problem: str, batch: int, call: str) -> FlashgenError:
+def _offset_error(problem: str, batch: int, call: object) -> FlashgenError:
     return FlashgenError(
         f"q_offset {problem}",
         call=call,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .classify import classify
+from .classify import Planner, classify
 from .runs import Runs, compact
 from .value import Schedule
 
-__all__ = ["Runs", "Schedule", "classify", "compact"]
+__all__ = ["Planner", "Runs", "Schedule", "classify", "compact"]

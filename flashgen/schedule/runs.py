@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..bounds import side
+from ..expr import Expr, walk
 from .classify import FULL, PARTIAL
 
 
@@ -14,8 +16,8 @@ class Runs:
     """Runs of tiles along each row, int32, on the device.
 
     `counts` [B|1, H|1, rows, 2]: how many tiles are masked, and how many are full.
-    `masked`, `full` [B|1, H|1, rows, R + 1, 2]: (first, past the last) tile of each run,
-    ascending, zeros after the last run. Masked are the PARTIAL tiles, and a FULL one at the
+    `masked`, `full` [B|1, H|1, rows, R + 2, 2]: (first, past the last) tile of each run,
+    ascending, zeros after the last run (a kernel reads one run ahead). Masked are the PARTIAL tiles, and a FULL one at the
     ragged end of the keys."""
 
     counts: torch.Tensor
@@ -25,6 +27,43 @@ class Runs:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.counts, self.masked, self.full))
+
+
+# Runs that a row of a data-dependent mask has room for.
+MOST_RUNS = 512
+
+
+def run_capacity(mask: Expr | None, tiles: int) -> int:
+    """How many runs a row may have, before planning.
+
+    A mask that compares key positions with what is fixed for a query changes few times along a
+    row; any other one at most at every second tile. A row with more runs than there is room for
+    becomes one masked run, so this costs time and never truth."""
+    most = min(tiles // 2 + 1, MOST_RUNS)
+    changes = 0 if mask is None else _changes(mask)
+    return most if changes is None else min(most, 2 * changes + 2)
+
+
+def _changes(mask: Expr) -> int | None:
+    """How many comparisons with the key's position a mask has; None if it reads keys otherwise."""
+    count = 0
+    for node in walk(mask):
+        if node.kind != "bool" or side(node) in ("", "q"):
+            continue
+        if node.op in ("and", "or", "not"):
+            continue
+        if node.op not in ("lt", "le") or not all(_is_affine_in_key(a) for a in node.args):
+            return None
+        count += 1
+    return count
+
+
+def _is_affine_in_key(expr: Expr) -> bool:
+    if side(expr) in ("", "q"):
+        return True
+    if expr.op == "index":
+        return expr.attr == "kv_idx"
+    return expr.op in ("add", "sub", "neg") and all(map(_is_affine_in_key, expr.args))
 
 
 def compact(states: torch.Tensor, ragged: torch.Tensor | None) -> Runs:
@@ -45,7 +84,7 @@ def _runs_of(members: torch.Tensor) -> torch.Tensor:
     starts = padded[..., 1:] & ~padded[..., :-1]
     ends = padded[..., :-1] & ~padded[..., 1:]
     most = int(starts.sum(-1).max()) if starts.numel() else 0
-    runs = torch.zeros((*members.shape[:-1], most + 1, 2), dtype=torch.int32, device=members.device)
+    runs = torch.zeros((*members.shape[:-1], most + 2, 2), dtype=torch.int32, device=members.device)
     for column, marks in enumerate((starts, ends)):
         where = marks.nonzero(as_tuple=True)
         rank = marks.cumsum(-1)[where] - 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from .classify import FULL, PARTIAL
-from .runs import Runs, compact
+from .runs import MOST_RUNS, Runs, compact
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Schedule:
     mask_name: str
     mask_digest: str
     planner: str
+    scalars: tuple[tuple[str, Any], ...] = ()
     _kv_runs: Runs | None = field(default=None, repr=False)
 
     @property
@@ -52,6 +54,12 @@ class Schedule:
     @cached_property
     def q_runs(self) -> Runs:
         """Runs along the columns: what gradients of keys and values consume."""
+        if self.device.type != "cpu":
+            from ..plan import compact as compact_on_device
+
+            capacity = min(self.states.shape[2] // 2 + 1, MOST_RUNS)
+            lens, size = self.kv_lens, self.block_size[1]
+            return compact_on_device(self.states, self.kv_len, lens, size, capacity, by_key=True)
         ragged = None if self._ragged is None else self._ragged.mT
         return compact(self.states.mT, ragged)
 
@@ -110,6 +118,11 @@ class Schedule:
         """Bytes held: the states, and the runs made so far."""
         runs = (self.__dict__.get("kv_runs", self._kv_runs), self.__dict__.get("q_runs"))
         return self.states.numel() + sum(r.nbytes for r in runs if r is not None)
+
+    def _repr_svg_(self) -> str:
+        from ..show import schedule_svg
+
+        return schedule_svg(self)
 
     def __str__(self) -> str:
         from ..show import schedule_text

@@ -15,7 +15,7 @@ BROADCAST = ("b", "h", "h_kv")
 
 
 def fit_data(
-    bound: Bound, extents: Mapping[str, int | None], device: torch.device, call: str
+    bound: Bound, extents: Mapping[str, int | None], device: torch.device, call: object
 ) -> Bound:
     """Check every dimension that a bare index reads, and expand those of size 1 under b, h, h_kv.
 
@@ -44,7 +44,7 @@ def fit_data(
 
 
 def _length_error(
-    name: str, tensor: torch.Tensor, dim: int, symbol: str, extent: int, call: str
+    name: str, tensor: torch.Tensor, dim: int, symbol: str, extent: int, call: object
 ) -> FlashgenError:
     allowed = f"{extent} or 1" if symbol in BROADCAST else f"at least {extent}"
     why = "" if symbol in BROADCAST else " (positions are absolute: the largest, plus 1)"
@@ -72,7 +72,7 @@ def _bare_dimensions(spec: Spec) -> list[tuple[str, int, str]]:
     return list(found)
 
 
-def _check_divisors(bound: Bound, device: torch.device, call: str) -> None:
+def _check_divisors(bound: Bound, device: torch.device, call: object) -> None:
     """A divisor made of scalars only is known on the host, and must not be zero."""
     for node in _exprs(bound.spec):
         if node.op not in ("floordiv", "mod") or node.kind != "int":

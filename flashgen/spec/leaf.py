@@ -105,7 +105,7 @@ class Leaf:
             self._traces[key] = trace(self.function, types, wants=self.wants, names=names)
         return self._traces[key]
 
-    def run_check(self, values: Mapping[str, Any], call: str) -> None:
+    def run_check(self, values: Mapping[str, Any], call: object) -> None:
         """Run the mask's own check once all that it asks for is known. Raises FlashgenError."""
         if self.check is None:
             return
@@ -128,7 +128,7 @@ def _leaf(function: Function, wants: Any, names: Any, bound: Any, check: Any) ->
     return Leaf(function, wants, names, bound, check)
 
 
-def unknown_name(name: str, known: list[str], call: str) -> FlashgenError:
+def unknown_name(name: str, known: list[str], call: object) -> FlashgenError:
     """The error for data that nothing asks for."""
     return FlashgenError(
         f"nothing here is called {name}",

@@ -191,7 +191,7 @@ def _check_names(composed: Mask) -> None:
     check_arguments([a for leaf in composed.leaves for a in leaf.arguments], composed.name)
 
 
-def check_arguments(arguments: Any, call: str) -> None:
+def check_arguments(arguments: Any, call: object) -> None:
     """No reserved name, and the same name always the same kind. Raises FlashgenError."""
     seen: dict[str, Argument] = {}
     for argument in arguments:

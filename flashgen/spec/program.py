@@ -58,7 +58,7 @@ class Program:
         """The name of a function in FlexAttention's form, if the declaration has one."""
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
 
-    def bind(self, data: Mapping[str, Any], call: str) -> Bound:
+    def bind(self, data: Mapping[str, Any], call: object) -> Bound:
         """Check names and kinds of a call's data, and trace. Raises FlashgenError."""
         self._check_given(data, call)
         names, values = _assign_names(self.leaves, data)
@@ -80,7 +80,7 @@ class Program:
             {t.name: values[t.name] for t in spec.tensors},
         )
 
-    def _check_given(self, data: Mapping[str, Any], call: str) -> None:
+    def _check_given(self, data: Mapping[str, Any], call: object) -> None:
         known = [a.name for a in self.params]
         for name in data:
             if name not in known:
@@ -196,7 +196,7 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _value(argument: Argument, value: Any, call: str) -> Any:
+def _value(argument: Argument, value: Any, call: object) -> Any:
     """The value in the form kernels take it: a Python number, or a tensor."""
     if argument.type == "tensor":
         if isinstance(value, torch.Tensor):
@@ -222,7 +222,7 @@ def _value(argument: Argument, value: Any, call: str) -> Any:
     return float(value) if argument.type == "float" else value
 
 
-def _host_number(argument: Argument, value: torch.Tensor, call: str) -> Any:
+def _host_number(argument: Argument, value: torch.Tensor, call: object) -> Any:
     if value.ndim == 0 and value.device.type == "cpu":
         return value.item()
     raise FlashgenError(
@@ -233,7 +233,7 @@ def _host_number(argument: Argument, value: torch.Tensor, call: str) -> Any:
     )
 
 
-def _checked_tensor(argument: Argument, value: torch.Tensor, call: str) -> torch.Tensor:
+def _checked_tensor(argument: Argument, value: torch.Tensor, call: object) -> torch.Tensor:
     if value.is_complex() or value.is_quantized or value.layout != torch.strided:
         raise FlashgenError(
             f"{argument.name} is a {value.layout} tensor of {value.dtype}",

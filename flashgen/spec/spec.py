@@ -59,9 +59,18 @@ class Spec:
     @cached_property
     def mask_digest(self) -> str:
         """Names the mask alone: layers with different scores share a schedule."""
-        used = leaves(self.mask, "load")
-        types = [str(t) for t in self.tensors if t.name in used]
+        types = [str(t) for t in self.tensors if t.name in self.mask_tensors]
         return hashlib.sha256(f"{self.mask} {types}".encode()).hexdigest()[:16]
+
+    @cached_property
+    def mask_tensors(self) -> frozenset[str]:
+        """Data that the mask reads."""
+        return leaves(self.mask, "load")
+
+    @cached_property
+    def mask_scalars(self) -> frozenset[str]:
+        """Runtime scalars that the mask reads."""
+        return leaves(self.mask, "scalar")
 
     def uses(self, *names: str) -> bool:
         """Whether the mask reads one of these indices."""

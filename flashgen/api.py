@@ -1,0 +1,276 @@
+"""What users call: `Attention` and the decorator `attention`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from . import backends, launch
+from .call import Call, CallText, check
+from .errors import FlashgenError
+from .schedule import Planner, Schedule
+from .schedule.make import check_block_size, check_fits, make_schedule
+from .spec import MLA, Mask, Program, as_mask
+from .spec.leaf import Leaf
+
+__all__ = ["MLA", "Attention", "Schedule", "attention"]
+
+_LATER = {
+    "cu_seqlens_q": "packed input",
+    "cu_seqlens_kv": "packed input",
+    "max_seqlen_q": "packed input",
+    "max_seqlen_kv": "packed input",
+    "page_table": "a paged cache",
+    "page_layout": "a paged cache",
+    "batch_invariant": "batch-invariant decoding",
+}
+# Schedules kept of masks that read no data: they depend on lengths and scalars only.
+_KEPT = 16
+
+
+class Attention:
+    """An attention: which keys a query may see, and how a score changes.
+
+    Args:
+        mask: a Mask or a function of positions (FlexAttention's included); None: every key.
+        score: changes the scaled score, `score + slope[h] * (kv_idx - q_idx)`.
+        heads: `fg.MLA(rank, rope)` for latent heads; MHA, GQA and MQA follow from the shapes.
+        softcap: cap * tanh(score / cap), after the score function and before the mask.
+        sinks: whether calls give `sinks` [Hq], one more score in each row's denominator.
+
+    Immutable; pickles, deep-copies and sits in an `nn.Module`.
+    Raises FlashgenError for a declaration that makes no sense."""
+
+    def __init__(
+        self,
+        mask: Mask | Callable[..., Any] | None = None,
+        score: Callable[..., Any] | None = None,
+        heads: MLA | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+    ) -> None:
+        if softcap is not None and not (
+            isinstance(softcap, (int, float)) and 0 < softcap < float("inf")
+        ):
+            raise FlashgenError(
+                f"softcap is {softcap!r}",
+                call=f"fg.Attention(softcap={softcap!r})",
+                write="a positive number, or None for no cap",
+            )
+        if heads is not None:
+            raise FlashgenError(
+                "latent heads aren't part of this version",
+                call=f"fg.Attention(heads={heads!r})",
+                write="expanded keys and values, whose head count follows from the shapes",
+            )
+        self._program = Program(
+            None if mask is None else as_mask(mask),
+            None if score is None else Leaf.of(score, "score"),
+            None if softcap is None else float(softcap),
+            bool(sinks),
+            heads,
+        )
+        self._kept: OrderedDict[Any, Schedule] = OrderedDict()
+        if score is not None:
+            self.__wrapped__ = score
+            self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
+            self.__module__ = getattr(score, "__module__", __name__)
+            self.__qualname__ = getattr(score, "__qualname__", self.__name__)
+            self.__doc__ = score.__doc__
+
+    @property
+    def mask(self) -> Mask | None:
+        return self._program.mask
+
+    @property
+    def name(self) -> str:
+        return self._program.name
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        *,
+        scale: float | None = None,
+        q_offset: int | torch.Tensor | None = None,
+        return_lse: bool = False,
+        schedule: Schedule | None = None,
+        deterministic: bool | None = None,
+        backend: backends.Backend = "auto",
+        sinks: torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        **data: Any,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; float16, bfloat16 or
+                float32 (float64 on the CPU), any strides; Hq a multiple of Hkv; D, Dv up to 256.
+            scale: factor of q·k, D^-0.5 by default.
+            q_offset: position of the first query: an int, or an integer tensor of shape [], [1]
+                or [B]; by default the queries are the last positions.
+            return_lse: also return the natural-log LSE [B, Hq, Sq].
+            schedule: one made before by `.schedule(...)` for these lengths, offset and mask.
+            deterministic: gradients equal bit by bit from run to run.
+            backend: `auto`, `cpu`, `interpret`, `portable` or `hopper`.
+            sinks: [Hq], where `sinks=True` was declared.
+            kv_lens: [B] integers, how many keys of each sequence are valid.
+            **data: what the mask and the score function ask for, by name.
+
+        Returns out [B, Hq, Sq, Dv], or (out, lse). A query without a key gets 0 and -inf.
+        Raises FlashgenError for anything that doesn't fit."""
+        call = self._check(
+            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data
+        )
+        choice = backends.choose(backend, call.q.device, call.q.dtype, call.text)
+        if schedule is None:
+            schedule = self._planned(call, None, "auto")
+        else:
+            check_fits(schedule, call.bound, call.geometry, call.text)
+        out, lse = _run(choice.name, call, schedule)
+        return (out, lse) if return_lse else out
+
+    def schedule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        *,
+        q_offset: int | torch.Tensor | None = None,
+        kv_lens: torch.Tensor | None = None,
+        block_size: int | tuple[int, int] | None = None,
+        planner: Planner = "auto",
+        **data: Any,
+    ) -> Schedule:
+        """The block-sparse schedule of a call: make it once a step, share it between layers.
+
+        `block_size` is (queries, keys) of a tile, multiples of 16 up to 256; by default what the
+        kernel works on. `planner`: `bounds` decides by the tile rule alone, `exact` and `auto`
+        look at the elements of tiles that it leaves open. Data of the score function may be left
+        out. Raises FlashgenError like the call."""
+        mask_only = self if self._program.score is None else Attention(mask=self._program.mask)
+        wanted = {a.name for a in mask_only._program.params}
+        score_only = {a.name for a in self._program.params} - wanted
+        data = {name: value for name, value in data.items() if name not in score_only}
+        arguments = {"q_offset": q_offset, "kv_lens": kv_lens, "data": data}
+        call = mask_only._check(q, k, k if v is None else v, scale=None, sinks=None, **arguments)
+        block = None if block_size is None else check_block_size(block_size, call.text)
+        return self._planned(call, block, planner)
+
+    def source(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
+        """The generated kernels of a call as text, each with the path of its file."""
+        from .look import source
+
+        return source(self._check_look(q, k, v, arguments))
+
+    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
+        """Every stage of a call, in words and a picture."""
+        from .look import explain
+
+        backend = arguments.pop("backend", "auto")
+        schedule = arguments.pop("schedule", None)
+        call = self._check_look(q, k, v, arguments)
+        choice = backends.choose(backend, call.q.device, call.q.dtype, call.text)
+        return explain(call, schedule or self._planned(call, None, "auto"), choice)
+
+    def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
+        for name in ("return_lse", "deterministic", "schedule", "backend"):
+            arguments.pop(name, None)
+        known = {n: arguments.pop(n, None) for n in ("scale", "q_offset", "kv_lens", "sinks")}
+        return self._check(q, k, v, **known, data=arguments)
+
+    def _check(self, q: Any, k: Any, v: Any, *, data: dict[str, Any], **arguments: Any) -> Call:
+        text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments, **data})
+        for name in data:
+            if name in _LATER:
+                raise FlashgenError(
+                    f"{_LATER[name]} isn't part of this version",
+                    call=text,
+                    write="dense tensors [B, H, S, D], with kv_lens for padded keys",
+                )
+        return check(self._program, text, q, k, v, data=data, **arguments)
+
+    def _planned(
+        self, call: Call, block: tuple[int, int] | None, planner: Literal["auto", "bounds", "exact"]
+    ) -> Schedule:
+        if block is None:
+            target = launch.current_target(call.q.device)
+            tiling = launch.tiling_for(call.q, call.v.shape[-1], target)
+            block = (tiling.block_m, tiling.block_n)
+        key = _key(call, block, planner)
+        if key is not None and key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        made = make_schedule(call.bound, call.geometry, block, planner, call.text)
+        if key is not None:
+            self._kept[key] = made
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def __reduce__(self) -> Any:
+        return _restore, (self._program,)
+
+    def __repr__(self) -> str:
+        params = "".join(f", {a}" for a in self._program.params)
+        return f"Attention({self.name}{params})"
+
+
+def _restore(program: Program) -> Attention:
+    score = None if program.score is None else program.score.function.function
+    made = Attention(program.mask, score, program.heads, program.softcap, program.sinks)
+    made._program = program
+    return made
+
+
+def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
+    """What a schedule depends on, if that is known on the host; else None."""
+    geometry, spec = call.geometry, call.bound.spec
+    on_device = isinstance(geometry.q_offset, torch.Tensor) or geometry.kv_lens is not None
+    if on_device or spec.mask_tensors:
+        return None
+    lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)
+    scalars = tuple(sorted(call.bound.scalars.items()))
+    return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
+
+
+def _run(backend: str, call: Call, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments: dict[str, Any] = {
+        "bound": call.bound,
+        "geometry": call.geometry,
+        "schedule": schedule,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "sinks": call.sinks,
+    }
+    if backend == "cpu":
+        from . import cpu
+
+        return cpu.attention(call.q, call.k, call.v, **arguments)
+    from . import ops
+
+    return ops.attention(call.q, call.k, call.v, **arguments)
+
+
+def attention(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    mask: Mask | Callable[..., Any] | None = None,
+    heads: MLA | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> Any:
+    """Decorate a score function: `@fg.attention(mask=masks.causal)`; gives an `Attention`.
+
+    The function gets the scaled `score`, index symbols and data by name, and returns the new
+    score. Arguments and errors are those of `Attention`."""
+
+    def decorate(score: Callable[..., Any]) -> Attention:
+        return Attention(mask=mask, score=score, heads=heads, softcap=softcap, sinks=sinks)
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,74 @@
+"""Which backend runs a call, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .errors import FlashgenError
+
+Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
+NAMES = ("auto", "cpu", "interpret", "portable", "hopper")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and the reason for it."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def choose(backend: str, device: torch.device, dtype: torch.dtype, call: object) -> Choice:
+    """Resolve `auto`, and refuse what can't run. Raises FlashgenError."""
+    if backend not in NAMES:
+        raise FlashgenError(
+            f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
+        )
+    if backend == "hopper":
+        raise FlashgenError(
+            "the hopper backend isn't part of this version",
+            call=call,
+            write='backend="portable", which runs on this GPU too',
+        )
+    if backend == "auto":
+        if device.type == "cpu":
+            return Choice("cpu", "the tensors are on the CPU")
+        backend, why = "portable", f"generated Triton kernels for {device.type}"
+    else:
+        why = "asked for"
+    problem, write = _obstacle(backend, device, dtype)
+    if problem:
+        raise FlashgenError(f"backend {backend}: {problem}", call=call, write=write)
+    return Choice(backend, why)
+
+
+def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    on_cpu = device.type == "cpu"
+    if backend == "portable":
+        if on_cpu:
+            return "the tensors are on the CPU", 'backend="cpu", or tensors on a GPU'
+        if dtype == torch.float64:
+            return "float64 is for checking on a CPU", "float32, bfloat16 or float16"
+        return "", ""
+    if not on_cpu:
+        return f"the tensors are on {device}", 'backend="auto", or tensors on the CPU'
+    if backend == "interpret":
+        from .launch import interpreting
+
+        if not interpreting():
+            return (
+                "this process doesn't interpret Triton kernels",
+                "TRITON_INTERPRET=1 in the environment when the process starts",
+            )
+        if dtype == torch.bfloat16:
+            return (
+                "Triton's interpreter computes bfloat16 products wrongly",
+                "float32 or float16 to check numerics; bfloat16 on a GPU",
+            )
+    return "", ""

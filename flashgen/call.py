@@ -1,0 +1,181 @@
+"""One call's inputs, checked: shapes, dtypes, devices, lengths. Nothing waits for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import FlashgenError, format_call
+from .geometry import MAX_POSITION, Geometry, check_offset
+from .spec import Bound, Program
+from .spec.data import fit_data
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class CallText:
+    """The call as the user made it; written only when an error asks for it."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        self._name, self._arguments = name, arguments
+
+    def __str__(self) -> str:
+        return format_call(self._name, **self._arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Checked inputs: tensors, lengths and positions, the spec with its data, the scale."""
+
+    text: CallText
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    geometry: Geometry
+    bound: Bound
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def check(
+    program: Program,
+    text: CallText,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    *,
+    scale: float | None,
+    q_offset: Any,
+    kv_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    data: Mapping[str, Any],
+) -> Call:
+    """Check one call. Raises FlashgenError for whatever doesn't fit."""
+    if v is None:
+        raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
+    _check_inputs(text, q, k, v)
+    geometry = _geometry(text, q, k, q_offset, kv_lens)
+    if program.flex_function and geometry.q_offset is None and _lengths_differ(geometry):
+        raise FlashgenError(
+            f"{program.flex_function} is a FlexAttention function, where the first query is "
+            f"position 0; here, with Sq={geometry.q_len} and Skv={geometry.kv_len}, the queries "
+            "are the last positions",
+            call=text,
+            write="q_offset=0 for FlexAttention's meaning, or the first query's position",
+        )
+    bound = program.bind(data, text)
+    bound = fit_data(bound, geometry.extents, q.device, text)
+    checked_scale = _scale(text, scale, q.shape[-1])
+    sinks = _sinks(text, program.sinks, sinks, geometry)
+    return Call(text, q, k, v, geometry, bound, checked_scale, program.softcap, sinks)
+
+
+def _lengths_differ(geometry: Geometry) -> bool:
+    return geometry.q_len != geometry.kv_len or geometry.kv_lens is not None
+
+
+def _check_inputs(text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            problem = f"{name} is a {type(x).__name__}"
+        elif x.ndim != 4:
+            problem = f"{name} has {x.ndim} dimensions"
+        elif x.dtype not in DTYPES:
+            problem = f"{name} has dtype {x.dtype}"
+        elif x.dtype != q.dtype:
+            problem = f"{name} has dtype {x.dtype}, and q {q.dtype}"
+        elif x.device != q.device:
+            problem = f"{name} is on {x.device}, and q on {q.device}"
+        else:
+            continue
+        raise FlashgenError(
+            problem,
+            call=text,
+            write="q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], of one dtype "
+            "(float16, bfloat16, float32) on one device",
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise FlashgenError(
+            f"the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)} don't fit together",
+            call=text,
+            write="q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]",
+        )
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if (kv_heads == 0) != (heads == 0) or (kv_heads and heads % kv_heads):
+        raise FlashgenError(
+            f"{heads} query heads can't share {kv_heads} heads of keys evenly",
+            call=text,
+            write="a number of query heads that is a multiple of the key heads",
+        )
+    for name, x in (("head dimension", q), ("head dimension of the values", v)):
+        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+            raise FlashgenError(
+                f"the {name} is {x.shape[3]}", call=text, write=f"1 to {MAX_HEAD_DIM}"
+            )
+    if max(q.shape[2], k.shape[2]) > MAX_POSITION:
+        raise FlashgenError("lengths beyond 2^30 - 1", call=text, write="shorter sequences")
+
+
+def _geometry(
+    text: CallText, q: torch.Tensor, k: torch.Tensor, q_offset: Any, kv_lens: Any
+) -> Geometry:
+    batch, heads, q_len, _ = q.shape
+    offset = check_offset(q_offset, batch, q.device, text)
+    if kv_lens is not None:
+        kv_lens = _kv_lens(text, kv_lens, batch, k.shape[2], q.device)
+    return Geometry(batch, heads, k.shape[1], q_len, k.shape[2], q.device, offset, kv_lens)
+
+
+def _kv_lens(
+    text: CallText, lens: Any, batch: int, capacity: int, device: torch.device
+) -> torch.Tensor:
+    write = f"kv_lens [{batch}], integers on {device}, each from 0 to {capacity}"
+    if not isinstance(lens, torch.Tensor) or lens.dtype not in (torch.int32, torch.int64):
+        raise FlashgenError("kv_lens must be an integer tensor", call=text, write=write)
+    if lens.shape != (batch,) or lens.device != device:
+        problem = f"kv_lens has shape {list(lens.shape)} on {lens.device}"
+        raise FlashgenError(problem, call=text, write=write)
+    # Reading lengths on a GPU would wait for it.
+    if device.type == "cpu" and batch and not 0 <= int(lens.min()) <= int(lens.max()) <= capacity:
+        raise FlashgenError(f"kv_lens holds {lens.tolist()}", call=text, write=write)
+    return lens.to(torch.int32).contiguous()
+
+
+def _scale(text: CallText, scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, torch.Tensor) or isinstance(scale, bool):
+        raise FlashgenError(
+            f"scale is a {type(scale).__name__}",
+            call=text,
+            write="a Python float; a learnable temperature is a score function: `score * t`",
+        )
+    if not math.isfinite(scale):
+        raise FlashgenError(f"scale is {scale}", call=text, write="a finite number")
+    return float(scale)
+
+
+def _sinks(
+    text: CallText, declared: bool, sinks: torch.Tensor | None, geometry: Geometry
+) -> torch.Tensor | None:
+    if declared != (sinks is not None):
+        problem = "sinks=True was declared, and no sinks are given" if declared else (
+            "sinks are given, and were not declared"
+        )
+        write = f"sinks=<[{geometry.heads}]>" if declared else "fg.Attention(..., sinks=True)"
+        raise FlashgenError(problem, call=text, write=write)
+    if sinks is None:
+        return None
+    if sinks.shape != (geometry.heads,) or not sinks.dtype.is_floating_point:
+        problem = f"sinks has shape {list(sinks.shape)} and dtype {sinks.dtype}"
+        raise FlashgenError(problem, call=text, write=f"a float tensor [{geometry.heads}]")
+    if sinks.device != geometry.device:
+        problem = f"sinks is on {sinks.device}, and q on {geometry.device}"
+        raise FlashgenError(problem, call=text, write="sinks.to(q.device)")
+    return sinks.contiguous()

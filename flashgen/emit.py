@@ -1,0 +1,229 @@
+"""From a spec to the text of a module: Python decides expressions, Jinja the structure."""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jinja2
+
+from . import __version__
+from .bounds import tile_rule
+from .expr import Expr, leaves
+from .lower import Lowered, lower
+from .lower.widths import size_name
+from .spec import Spec
+
+# Indices of the attention loop, as the kernels name them.
+INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What shapes a kernel beside its spec. Sizes in elements; lengths are never part of it.
+
+    `offset`: where positions come from: `scalar` (an int), `tensor`, or `lens` (bottom-right of
+    per-batch lengths). `wide`: scalars and data lengths passed as 64 bits."""
+
+    head_dim: int
+    v_head_dim: int
+    offset: str = "scalar"
+    kv_lens: bool = False
+    wide: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A module's name and text, and the arguments of its kernel in order."""
+
+    name: str
+    text: str
+    arguments: tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """A power-of-two piece of a head dimension: elements `first` to `first + size`."""
+
+    index: int
+    first: int
+    size: int
+    is_cut: bool
+
+
+def parts_of(head_dim: int) -> tuple[Part, ...]:
+    """At most two powers of two that hold a head dimension: 192 is 128 + 64, 40 is 32 + 16.
+
+    A matrix product needs 16 elements at least; padding is read as zeros."""
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    first = whole // 2
+    if first >= 16 and head_dim > first:
+        second = max(16, 1 << (head_dim - first - 1).bit_length())
+        if first + second < whole:
+            return (Part(0, 0, first, False), Part(1, first, second, first + second > head_dim))
+    return (Part(0, 0, whole, whole > head_dim),)
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates; a variable that isn't given is an error."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("flashgen.templates", ""),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    made.filters["pack"] = _pack
+    return made
+
+
+def _pack(names: list[str]) -> str:
+    """A list of strings as Python, wrapped to the house's line length."""
+    lines = textwrap.wrap(", ".join(f'"{name}"' for name in names), 88)
+    return "[" + "".join(f"\n        {line}" for line in lines) + "\n    ]" if lines else "[]"
+
+
+@functools.cache
+def _identifiers(template: str) -> frozenset[str]:
+    """Every word of a template: names that a user's data must not take in the kernel."""
+    loader = environment().loader
+    assert loader is not None
+    sources = [loader.get_source(environment(), n)[0] for n in (template, "attention.j2")]
+    return frozenset(re.findall(r"[A-Za-z_]\w*", " ".join(sources)))
+
+
+def user_names(spec: Spec, template: str) -> dict[str, str]:
+    """How the kernel spells the user's scalars."""
+    used = _identifiers(template)
+    return {s.name: f"{s.name}_" if s.name in used else s.name for s in spec.scalars}
+
+
+def data_arguments(spec: Spec, variant: Variant, template: str) -> list[str]:
+    """The kernel's arguments for scalars and tensors, annotated so that values never specialise."""
+    spelled = user_names(spec, template)
+    types = {"float": "tl.float32", "bool": "tl.int32"}
+    arguments = [
+        f"{spelled[s.name]}: "
+        + (types.get(s.kind) or ("tl.int64" if s.name in variant.wide else "tl.int32"))
+        for s in spec.scalars
+    ]
+    for tensor in spec.tensors:
+        arguments.append(f"{tensor.name}_ptr")
+        for dim in range(tensor.ndim):
+            size = size_name(tensor.name, dim)
+            wide = "tl.int64" if size in variant.wide else "tl.int32"
+            arguments += [f"{size}: {wide}", f"{tensor.name}_stride_{dim}: tl.int64"]
+    return arguments
+
+
+def bare(argument: str) -> str:
+    return argument.partition(":")[0]
+
+
+STRIDES = tuple(f"stride_{x}{dim}" for x in "qkvo" for dim in "bhs")
+_FIXED_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
+_SCHEDULE = ("counts", "masked_runs", "full_runs")
+
+
+def _attention_arguments(spec: Spec, variant: Variant, template: str) -> list[str]:
+    arguments = [*_FIXED_POINTERS, *(["sinks_ptr"] if spec.sinks else []), *_SCHEDULE]
+    arguments += [f"{s}: tl.int64" for s in STRIDES]
+    arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
+    arguments += ["masked_width: tl.int32", "full_width: tl.int32"]
+    arguments += ["heads: tl.int32", "group: tl.int32", "q_len: tl.int32"]
+    arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
+    if variant.offset == "scalar":
+        arguments.append("q_offset: tl.int32")
+    elif variant.offset == "tensor":
+        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
+    scaled = spec.score is not None or spec.softcap
+    arguments += [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
+    arguments += ["softcap: tl.float32"] if spec.softcap else []
+    return arguments + data_arguments(spec, variant, template)
+
+
+def _is_pointer(argument: str) -> bool:
+    return bare(argument).endswith("_ptr") or argument in _SCHEDULE
+
+
+def _stage(expr: Expr) -> int:
+    """0: fixed for a row block, 1: changes with the tile."""
+    return int("kv_idx" in leaves(expr, "index") or _has_score(expr))
+
+
+def _has_score(expr: Expr) -> bool:
+    return bool(leaves(expr, "score"))
+
+
+def lower_for(
+    expr: Expr | None, spec: Spec, variant: Variant, template: str, taken: frozenset[str]
+) -> Lowered:
+    """An expression's statements in the attention loop: (row block, tile)."""
+    names = {**INDEX_NAMES, "score": "s", **user_names(spec, template)}
+    return lower(
+        [expr] if expr is not None else [],
+        stages=2,
+        stage_of=_stage,
+        names=names,
+        dtypes={t.name: t.dtype for t in spec.tensors},
+        wide_scalars=variant.wide,
+        taken=taken | _identifiers(template) | frozenset(names.values()),
+    )
+
+
+def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
+    """The portable forward kernel of a spec."""
+    template = "forward.py.j2"
+    mask = lower_for(spec.mask, spec, variant, template, frozenset())
+    assigned = frozenset(
+        line.partition(" = ")[0] for part in mask.statements for line in part
+    )
+    score = lower_for(spec.score, spec, variant, template, assigned)
+    inside = "(kv_idx < kv_len)"
+    keep = f"{inside} & ({mask.results[0]})" if mask.results else inside
+    arguments = _attention_arguments(spec, variant, template)
+    helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
+    text = environment().get_template(template).render(
+        header=header(spec, command),
+        helpers=sorted(helpers),
+        arguments=arguments,
+        unspecialized=[bare(a) for a in arguments if not _is_pointer(a)],
+        unaligned=[*(["sinks_ptr"] if spec.sinks else []), *(f"{t.name}_ptr" for t in spec.tensors)],
+        aligned_strides=STRIDES,
+        head_dim=variant.head_dim,
+        v_head_dim=variant.v_head_dim,
+        q_parts=parts_of(variant.head_dim),
+        v_parts=parts_of(variant.v_head_dim),
+        kv_lens=variant.kv_lens,
+        offset=variant.offset,
+        row_lines=(*mask.statements[0], *score.statements[0]),
+        tile_lines=mask.statements[1],
+        score_lines=score.statements[1],
+        keep=keep,
+        score=score.results[0] if score.results else None,
+        softcap=spec.softcap,
+        sinks=spec.sinks,
+    )
+    name = f"{spec.slug}_d{variant.head_dim}" + (
+        f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
+    )
+    return Generated(f"{name}_fwd", tidy(text), tuple(bare(a) for a in arguments))
+
+
+def header(spec: Spec, command: str) -> str:
+    """Comments above a generated module: what it computes, and how to make it again."""
+    lines = [f"flashgen {__version__}", *str(spec).splitlines()]
+    lines += [f"tile rule: {line}" for line in str(tile_rule(spec.mask)).splitlines()]
+    if command:
+        lines.append(f"made by: {command}")
+    return "\n".join(f"# {line}" for line in lines)
+
+
+def tidy(text: str) -> str:
+    """No trailing blanks, and no more than two empty lines in a row."""
+    text = re.sub(r"[ \t]+\n", "\n", text)
+    return re.sub(r"\n{4,}", "\n\n\n", text)

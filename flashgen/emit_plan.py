@@ -1,0 +1,201 @@
+"""The text of the planning kernels: the tile rule and the mask, lowered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .bounds import TileRule, tile_rule
+from .emit import (
+    INDEX_NAMES,
+    Generated,
+    Variant,
+    bare,
+    data_arguments,
+    environment,
+    header,
+    tidy,
+    user_names,
+)
+from .expr import Expr, cast
+from .lower import Lowered, Widths, lower
+from .spec import Spec
+
+TEMPLATE = "plan.py.j2"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One one-sided expression, and how its least and greatest values are kept."""
+
+    name: str
+    side: str
+    expr: Expr
+    dtype: torch.dtype
+    value: str = ""
+
+    @property
+    def truth(self) -> str:
+        return " != 0" if self.expr.kind == "bool" else ""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The summary kernel of queries or of keys."""
+
+    name: str
+    title: str
+    arguments: tuple[str, ...]
+    unspecialized: tuple[str, ...]
+    lines: tuple[str, ...]
+    summaries: tuple[Summary, ...]
+
+
+@dataclass(frozen=True)
+class PlanModule:
+    """The generated planning module, and what its kernels take."""
+
+    generated: Generated
+    sides: tuple[Side, ...]
+    summaries: tuple[Summary, ...]
+
+
+def plan_module(spec: Spec, variant: Variant) -> PlanModule:
+    """Generate the planning kernels of a mask (which must not be None)."""
+    assert spec.mask is not None
+    rule = tile_rule(spec.mask)
+    summaries = _summaries(rule, spec, variant)
+    position = _position_arguments(variant)
+    data = data_arguments(spec, variant, TEMPLATE)
+    sides = tuple(_side(s, summaries, spec, variant, position, data) for s in ("q", "kv"))
+    sides = tuple(side for side in sides if side.summaries)
+    rules = _lower([rule.may, rule.must], spec, variant, _tiles(rule, summaries))
+    mask = _lower([spec.mask], spec, variant, {})
+    arguments = [
+        "states_ptr",
+        *(f"{s.name}_{end}_ptr" for s in summaries for end in ("min", "max")),
+        "q_tiles: tl.int32",
+        "kv_tiles: tl.int32",
+        *position,
+        *data,
+    ]
+    names = [bare(a) for a in data]
+    helpers = rules.helpers | mask.helpers
+    text = environment().get_template(TEMPLATE).render(
+        header=header(spec, ""),
+        helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
+        sides=sides,
+        summaries=summaries,
+        unaligned=[f"{t.name}_ptr" for t in spec.tensors],
+        unspecialized=[bare(a) for a in arguments if ":" in a],
+        arguments=arguments,
+        data_names=names,
+        mask=str(spec.mask),
+        allowed_lines=mask.statements[0],
+        allowed=mask.results[0],
+        rule_lines=rules.statements[0],
+        may=rules.results[0],
+        must=rules.results[1],
+        call_rest=", ".join(["q_len", "kv_len", *names]),
+        kv_lens=variant.kv_lens,
+        offset=variant.offset,
+        head_dim=0,
+        v_head_dim=0,
+    )
+    generated = Generated(f"{spec.slug}_plan", tidy(text), tuple(bare(a) for a in arguments))
+    return PlanModule(generated, sides, summaries)
+
+
+def _position_arguments(variant: Variant) -> list[str]:
+    arguments = ["heads: tl.int32", "group: tl.int32", "q_len: tl.int32"]
+    arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
+    if variant.offset == "scalar":
+        arguments.append("q_offset: tl.int32")
+    elif variant.offset == "tensor":
+        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
+    return arguments
+
+
+def _summaries(rule: TileRule, spec: Spec, variant: Variant) -> tuple[Summary, ...]:
+    """Each distinct summarised expression once; bare positions need none."""
+    widths = Widths({t.name: t.dtype for t in spec.tensors}, variant.wide)
+    found: dict[tuple[str, Expr], Summary] = {}
+    for node in rule.summaries:
+        side, expr = node.attr[0], node.args[0]
+        if expr.kind == "float":
+            dtype = torch.float32
+        else:
+            dtype = torch.int64 if widths.is_wide(expr) else torch.int32
+        name = f"{side}_summary_{sum(s == side for s, _ in found)}"
+        found.setdefault((side, expr), Summary(name, side, expr, dtype))
+    return tuple(found.values())
+
+
+def _tiles(rule: TileRule, summaries: tuple[Summary, ...]) -> dict[Expr, str]:
+    """How the rule's summaries are spelled in `classify`."""
+    spelled = {}
+    for summary in summaries:
+        for end in ("min", "max"):
+            node = Expr("tile", summary.expr.kind, (summary.expr,), (summary.side, end))
+            spelled[node] = f"{summary.name}_{end}"
+    for side, symbol in (("q", "q_idx"), ("kv", "kv_idx")):
+        position = Expr("index", "int", (), symbol)
+        for end, word in (("min", "low"), ("max", "high")):
+            spelled[Expr("tile", "int", (position,), (side, end))] = f"{side}_{word}"
+    return spelled
+
+
+def _lower(exprs: list[Expr], spec: Spec, variant: Variant, tiles: dict[Expr, str]) -> Lowered:
+    return lower(
+        exprs,
+        stages=1,
+        stage_of=lambda _: 0,
+        names={**INDEX_NAMES, **user_names(spec, TEMPLATE)},
+        dtypes={t.name: t.dtype for t in spec.tensors},
+        wide_scalars=variant.wide,
+        tiles=tiles,
+        taken=frozenset(INDEX_NAMES),
+    )
+
+
+def _side(
+    name: str,
+    summaries: tuple[Summary, ...],
+    spec: Spec,
+    variant: Variant,
+    position: list[str],
+    data: list[str],
+) -> Side:
+    mine = [s for s in summaries if s.side == name]
+    values = [s.expr if s.expr.kind != "bool" else cast(s.expr, "int") for s in mine]
+    lowered = _lower(values, spec, variant, {})
+    pointers = [f"{s.name}_{end}_ptr" for s in mine for end in ("min", "max")]
+    arguments = [*pointers, "tiles: tl.int32", *position, *data]
+    spelled = tuple(
+        Summary(s.name, name, s.expr, s.dtype, _spread_nan(s, text))
+        for s, text in zip(mine, lowered.results, strict=True)
+    )
+    return Side(
+        name,
+        {"q": "queries", "kv": "keys"}[name],
+        tuple(arguments),
+        tuple(bare(a) for a in arguments if ":" in a),
+        lowered.statements[0],
+        spelled,
+    )
+
+
+def _spread_nan(summary: Summary, text: str) -> str:
+    """A NaN anywhere in a tile makes both of its summaries NaN: they leave the tile open."""
+    if summary.expr.kind != "float":
+        return f"{text} + tl.zeros([BLOCK], tl.int32)"
+    has_nan = f"tl.max(({text} != {text}).to(tl.int32), 0) > 0"
+    return f'tl.where({has_nan}, float("nan"), {text}) + tl.zeros([BLOCK], FLOAT)'
+
+
+def _side_helpers(side: Side) -> frozenset[str]:
+    from .lower.spell import HELPERS
+
+    lines = "\n".join([*side.lines, *(s.value for s in side.summaries)])
+    return frozenset(h for h in HELPERS if f"{h}(" in lines)

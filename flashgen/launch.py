@@ -1,0 +1,239 @@
+"""Running generated kernels: variants, arguments, grids."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import cache, emit
+from .config import config
+from .errors import FlashgenError
+from .geometry import Geometry
+from .lower.widths import scalar_is_wide, size_name
+from .schedule import Schedule
+from .spec import Bound, Spec
+from .tiling import INTERPRETER, Target, Tiling, choose, inside, target_of
+
+LOG2E = 1.4426950408889634
+
+
+def interpreting() -> bool:
+    """Whether this process runs Triton kernels in Triton's interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _target_of_device(index: int) -> Target:
+    from triton.runtime import driver
+
+    with torch.cuda.device(index):
+        found = driver.active.get_current_target()
+    return target_of(found.backend, found.arch)
+
+
+def current_target(device: torch.device) -> Target:
+    """What kernels for tensors on `device` are made for."""
+    if device.type == "cpu":
+        return INTERPRETER
+    return _target_of_device(device.index if device.index is not None else 0)
+
+
+def tiling_for(q: torch.Tensor, v_head_dim: int, target: Target) -> Tiling:
+    """The blocks of the forward kernel on these inputs."""
+    return choose(target, q.dtype, q.shape[-1], v_head_dim)
+
+
+def variant_of(
+    bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int
+) -> emit.Variant:
+    """Which kernel a call needs."""
+    wide = {s for s, value in bound.scalars.items() if _is_wide(value)}
+    for name, tensor in bound.tensors.items():
+        wide |= {size_name(name, d) for d, n in enumerate(tensor.shape) if n >= 2**31}
+    offset = "scalar"
+    if isinstance(geometry.q_offset, torch.Tensor):
+        offset = "tensor"
+    elif geometry.q_offset is None and geometry.kv_lens is not None:
+        offset = "lens"
+    return emit.Variant(
+        head_dim, v_head_dim, offset, geometry.kv_lens is not None, frozenset(wide)
+    )
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, int) and scalar_is_wide(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(spec: Spec, variant: emit.Variant, command: str = "") -> emit.Generated:
+    """The text of the forward kernel; the same spec and variant give the same text."""
+    return emit.forward(spec, variant, command)
+
+
+def key_parts() -> tuple[str, ...]:
+    """What changes a generated file's meaning beside its text."""
+    import triton
+
+    return (f"triton {triton.__version__}", "interpret" if interpreting() else "compile")
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
+    generated = generate(spec, variant)
+    module = cache.module(generated.name, generated.text, parts)
+    return module.attention_forward, generated
+
+
+def alignment(tensors: list[torch.Tensor]) -> int:
+    """Elements in 16 bytes if every row starts on such a boundary, else 1."""
+    elements = 16 // tensors[0].element_size()
+    for tensor in tensors:
+        if tensor.data_ptr() % 16 or any(s % elements for s in tensor.stride()[:-1]):
+            return 1
+    return elements
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """fp32 is true fp32 unless PyTorch was asked for TF32."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def data_values(bound: Bound) -> dict[str, Any]:
+    """The kernel's arguments for a call's scalars and data."""
+    values: dict[str, Any] = {
+        name: int(value) if isinstance(value, bool) else value
+        for name, value in bound.scalars.items()
+    }
+    for name, tensor in bound.tensors.items():
+        values[f"{name}_ptr"] = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        for dim in range(tensor.ndim):
+            values[size_name(name, dim)] = tensor.shape[dim]
+            values[f"{name}_stride_{dim}"] = tensor.stride(dim)
+    return values
+
+
+def position_values(geometry: Geometry) -> dict[str, Any]:
+    """The kernel's arguments for lengths and positions."""
+    values: dict[str, Any] = {"q_len": geometry.q_len, "kv_len": geometry.kv_len}
+    if geometry.kv_lens is not None:
+        values["kv_lens_ptr"] = geometry.kv_lens
+    offset = geometry.q_offset
+    if isinstance(offset, torch.Tensor):
+        values |= {"q_offset_ptr": offset, "q_offset_stride": int(offset.numel() > 1)}
+    elif offset is not None:
+        values["q_offset"] = offset
+    else:
+        values["q_offset"] = geometry.kv_len - geometry.q_len
+    return values
+
+
+def schedule_values(schedule: Schedule) -> dict[str, Any]:
+    """The kernel's arguments for a schedule's runs; strides count rows of tiles."""
+    runs = schedule.kv_runs
+    batch, heads, rows = schedule.states.shape[:3]
+    return {
+        "counts": runs.counts,
+        "masked_runs": runs.masked,
+        "full_runs": runs.full,
+        "schedule_stride_b": heads * rows if batch > 1 else 0,
+        "schedule_stride_h": rows if heads > 1 else 0,
+        "masked_width": runs.masked.shape[-2],
+        "full_width": runs.full.shape[-2],
+    }
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the portable forward kernel: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq]."""
+    if scale <= 0:
+        # The kernel's maximum wants a positive scale; the sign moves into the queries.
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = torch.empty(q.shape[:3], dtype=kind, device=q.device)
+    if not lse.numel():
+        return out, lse
+    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    values: dict[str, Any] = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, "sinks_ptr": sinks,
+        "heads": geometry.heads, "group": geometry.group,
+        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
+        **schedule_values(schedule), **position_values(geometry), **data_values(bound),
+    }  # fmt: skip
+    if bound.spec.score is not None or softcap is not None:
+        values["scale_log2"] = LOG2E
+    for letter, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
+        values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
+    kernel, generated = _kernel(bound.spec, variant, key_parts())
+    target = current_target(q.device)
+    tiling = inside(tiling_for(q, v.shape[-1], target), schedule.block_size)
+    constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
+    blocks = math.ceil(geometry.q_len / tiling.block_m)
+    programs = blocks * geometry.batch * geometry.heads
+    launch(kernel, generated.arguments, values, constants, tiling, programs)
+    return out, lse
+
+
+def constants_of(
+    q: torch.Tensor, aligned: list[torch.Tensor], tiling: Tiling, block_size: tuple[int, int]
+) -> dict[str, Any]:
+    """The compile-time values of an attention kernel."""
+    import triton.language as tl
+
+    return {
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "TILE_M": block_size[0],
+        "TILE_N": block_size[1],
+        "ALIGN": alignment(aligned),
+        "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
+        "PRECISION": precision_of(q.dtype),
+    }
+
+
+def launch(
+    kernel: Any,
+    names: tuple[str, ...],
+    values: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    tiling: Tiling,
+    programs: int,
+) -> None:
+    """Run a generated kernel on the device of its tensors."""
+    if programs >= 2**31:
+        raise FlashgenError(
+            f"{programs} programs are more than a grid holds (2^31 - 1)",
+            write="fewer queries, heads or batch elements in one call",
+        )
+    arguments = [values[name] for name in names]
+    device = values["q_ptr"].device if "q_ptr" in values else values["states_ptr"].device
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    with torch.cuda.device(device) if device.type == "cuda" else _Nothing():
+        kernel[(programs,)](*arguments, **constants, **options)
+    if config.debug and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

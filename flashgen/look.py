@@ -1,0 +1,46 @@
+"""What `source` and `explain` say of a call."""
+
+from __future__ import annotations
+
+from . import cache, emit, launch
+from .backends import Choice
+from .bounds import tile_rule
+from .call import Call
+from .model import Cost
+from .schedule import Schedule
+from .show import explain_text
+
+LINES_SHOWN = 24
+
+
+def _generated(call: Call) -> list[emit.Generated]:
+    variant = launch.variant_of(call.bound, call.geometry, call.q.shape[-1], call.v.shape[-1])
+    return [launch.generate(call.bound.spec, variant)]
+
+
+def _path(generated: emit.Generated) -> str:
+    return str(cache.write(generated.name, generated.text, launch.key_parts()))
+
+
+def source(call: Call) -> str:
+    """The text of every kernel of a call, each below the path of its file."""
+    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _generated(call))
+
+
+def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
+    """Every stage of a call, from the spec to the kernel."""
+    spec = call.bound.spec
+    target = launch.current_target(call.q.device)
+    tiling = launch.tiling_for(call.q, call.v.shape[-1], target)
+    sections = [
+        ("spec", str(spec)),
+        ("tile rule", str(tile_rule(spec.mask))),
+        ("schedule", str(schedule)),
+        ("cost", str(Cost.of(call, schedule))),
+        ("backend", f"{choice}\n{tiling}"),
+    ]
+    for generated in _generated(call):
+        lines = generated.text.splitlines()
+        shown = "\n".join([*lines[:LINES_SHOWN], f"... {len(lines) - LINES_SHOWN} more lines"])
+        sections.append((f"kernel {_path(generated)}", shown))
+    return explain_text(sections)

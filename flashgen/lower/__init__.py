@@ -1,0 +1,8 @@
+"""From expressions to statements of Triton: placement, widths, spelling."""
+
+from __future__ import annotations
+
+from .statements import Lowered, Stage, lower
+from .widths import Widths
+
+__all__ = ["Lowered", "Stage", "Widths", "lower"]

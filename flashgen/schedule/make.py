@@ -1,0 +1,103 @@
+"""Making schedules, and refusing those that don't fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import FlashgenError
+from ..geometry import Geometry
+from ..spec import Bound
+from .classify import Planner, classify
+from .value import Schedule
+
+
+def make_schedule(
+    bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, call: object
+) -> Schedule:
+    """Plan with PyTorch on the CPU; on a GPU with generated kernels, without waiting for it."""
+    if planner not in ("auto", "bounds", "exact"):
+        raise FlashgenError(
+            f"there is no planner {planner!r}", call=call, write="auto, bounds or exact"
+        )
+    runs = None
+    if geometry.device.type == "cpu":
+        states = classify(bound, geometry, block, planner)
+    else:
+        from ..plan import plan
+
+        states, runs = plan(bound, geometry, block, planner)
+    spec = bound.spec
+    return Schedule(
+        states,
+        block,
+        geometry.q_len,
+        geometry.kv_len,
+        geometry.q_offset,
+        geometry.kv_lens,
+        spec.name,
+        spec.mask_digest,
+        planner,
+        mask_scalars(bound),
+        runs,
+    )
+
+
+def mask_scalars(bound: Bound) -> tuple[tuple[str, Any], ...]:
+    """The runtime scalars that a schedule was made with."""
+    return tuple((n, bound.scalars[n]) for n in sorted(bound.spec.mask_scalars))
+
+
+def check_block_size(block_size: Any, call: object) -> tuple[int, int]:
+    """(queries, keys), multiples of 16 up to 256. Raises FlashgenError."""
+    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    good = len(pair) == 2 and all(
+        isinstance(n, int) and 16 <= n <= 256 and n % 16 == 0 for n in pair
+    )
+    if not good:
+        raise FlashgenError(
+            f"block_size is {block_size}", call=call, write="multiples of 16 up to 256: (128, 64)"
+        )
+    return pair
+
+
+def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) -> None:
+    """Refuse a schedule made for other lengths, positions, masks or devices."""
+    if not isinstance(schedule, Schedule):
+        raise FlashgenError(
+            f"schedule is a {type(schedule).__name__}",
+            call=call,
+            write="what attend.schedule(q, k, v, ...) returned",
+        )
+    for what, made, needed in _differences(schedule, bound, geometry):
+        if made != needed:
+            raise FlashgenError(
+                f"the schedule was made for {what} {made}, and this call has {needed}",
+                call=call,
+                write="a schedule of this call: attend.schedule(q, k, v, ...)",
+            )
+
+
+def _differences(schedule: Schedule, bound: Bound, geometry: Geometry) -> list[Any]:
+    batch, heads = schedule.states.shape[:2]
+    wide = geometry.varies_by_batch or bound.spec.uses("b")
+    by_head = bound.spec.uses("h", "h_kv")
+    mask = (schedule.mask_name, schedule.mask_digest)
+    same = schedule.mask_digest == bound.spec.mask_digest
+    return [
+        ("device", schedule.device, geometry.device),
+        ("the mask", mask[0], mask[0] if same else f"another one, {bound.spec.name}"),
+        ("scalars", dict(schedule.scalars), dict(mask_scalars(bound))),
+        ("Sq =", schedule.q_len, geometry.q_len),
+        ("Skv =", schedule.kv_len, geometry.kv_len),
+        ("q_offset", _offset(schedule.q_offset), _offset(geometry.q_offset)),
+        ("kv_lens", schedule.kv_lens is not None, geometry.kv_lens is not None),
+        ("batch size", batch, geometry.batch if wide else 1),
+        ("heads", heads, geometry.heads if by_head else 1),
+    ]
+
+
+def _offset(offset: int | torch.Tensor | None) -> Any:
+    """What can be compared without waiting for the device."""
+    return f"a tensor {list(offset.shape)}" if isinstance(offset, torch.Tensor) else offset

@@ -1,0 +1,97 @@
+"""How large a kernel's blocks are, for each target; chosen without running anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Queries and keys of a block, warps of a program, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are compiled for. `shared`: bytes of shared memory a program may use."""
+
+    backend: str
+    arch: str
+    shared: int
+
+
+_SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
+_SHARED |= {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
+
+
+def target_of(backend: str, arch: int | str) -> Target:
+    """A target by Triton's names: ("cuda", 90), ("hip", "gfx942"); unknown ones are small."""
+    known = str(arch)
+    return Target(backend, known, _SHARED.get(known, 65536 if backend == "hip" else 101376))
+
+
+INTERPRETER = Target("interpret", "cpu", 1 << 30)
+
+# (largest head dimension, candidates from best to smallest); the first that fits is taken.
+_HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
+    "hopper": (
+        (64, (Tiling(128, 128, 4, 3), Tiling(128, 64, 4, 3))),
+        (128, (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2))),
+        (192, (Tiling(128, 64, 8, 2),)),
+        (256, (Tiling(128, 64, 8, 2), Tiling(64, 32, 4, 2))),
+    ),
+    "ampere": (
+        (64, (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2))),
+        (128, (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2))),
+        (256, (Tiling(64, 32, 4, 2), Tiling(64, 16, 4, 2), Tiling(32, 16, 4, 2))),
+    ),
+    "hip": (
+        (64, (Tiling(128, 64, 4, 1),)),
+        (128, (Tiling(128, 64, 4, 1), Tiling(128, 32, 4, 1))),
+        (256, (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1))),
+    ),
+}
+_SINGLE = (
+    (64, (Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 1))),
+    (128, (Tiling(32, 32, 4, 2), Tiling(32, 16, 4, 1))),
+    (256, (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1))),
+)
+
+
+def choose(target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> Tiling:
+    """The blocks of the forward kernel."""
+    if target.backend == "interpret":
+        return Tiling(64, 64, 4, 1)
+    table = _SINGLE if dtype.itemsize > 2 else _HALF[_family(target)]
+    widest = max(head_dim, v_head_dim)
+    candidates = next(options for most, options in table if widest <= most)
+    for tiling in candidates:
+        if _shared_bytes(tiling, dtype.itemsize, head_dim, v_head_dim) <= target.shared:
+            return tiling
+    return candidates[-1]
+
+
+def _family(target: Target) -> str:
+    if target.backend == "hip":
+        return "hip"
+    return "hopper" if target.arch in ("90", "100", "103") else "ampere"
+
+
+def _shared_bytes(tiling: Tiling, itemsize: int, head_dim: int, v_head_dim: int) -> int:
+    """Queries once, keys and values once a stage."""
+    keys = tiling.stages * tiling.block_n * (head_dim + v_head_dim)
+    return itemsize * (tiling.block_m * head_dim + keys)
+
+
+def inside(tiling: Tiling, block_size: tuple[int, int]) -> Tiling:
+    """The same within a schedule's tiles: the largest powers of two that divide them."""
+    m, n = (size & -size for size in block_size)
+    if m >= tiling.block_m and n >= tiling.block_n:
+        return tiling
+    return Tiling(min(m, tiling.block_m), min(n, tiling.block_n), tiling.warps, tiling.stages)
