@@ -25,7 +25,7 @@ _STYLE = """
 .fg-card{fill:#fff;stroke:#d0d7de}.fg-ink{fill:#1f2328}.fg-dim{fill:#59636e}
 .fg-full{fill:#2f6fde}.fg-partial{fill:#ef8a2b}.fg-masked{fill:#f7d9bb}.fg-empty{fill:#eef1f4}
 .fg-line{fill:none;stroke:#8c959f;stroke-opacity:.6}
-.fg-fine{stroke:#fff;stroke-opacity:.6}
+.fg-swatch{stroke:#8c959f;stroke-opacity:.4}.fg-fine{stroke:#fff;stroke-opacity:.6}
 .fg-ink,.fg-dim{font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 .fg-ink.fg-title{font-size:15px;font-weight:600}
 .fg-ink.fg-mono{font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre}
@@ -170,6 +170,7 @@ def _document(
     for entries in _legend_lines(legend, width):
         parts += [piece.replace("@y", _number(y)) for piece in entries]
         y += 18
+    y += 4
     for line in wrap([formula] if formula else [], int((width - 40) / _MONO)):
         parts.append(_text("ink fg-mono", 20, y, line))
         y += 15
@@ -266,7 +267,7 @@ def _legend_lines(legend: Sequence[tuple[str, str]], width: float) -> Iterator[l
             yield line
             line, x = [], 20.0
         swatch = f'<g transform="translate({_number(x)} @y)">'
-        swatch += f'<rect class="fg-{name}" y="-9" width="10" height="10" rx="2"/>'
+        swatch += f'<rect class="fg-{name} fg-swatch" y="-9" width="10" height="10" rx="2"/>'
         line.append(f"{swatch}{_text('dim', 15, 0, words)}</g>")
         x += needed + 12
     if line:

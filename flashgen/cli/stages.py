@@ -1,0 +1,45 @@
+"""`flashgen explain` and `flashgen source`: a call's stages and kernels."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from . import target
+from .shapes import heads_of
+
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def explain(given: argparse.Namespace) -> None:
+    """Print every stage of the compilation."""
+    attention, arguments, data = _call(given)
+    print(attention.explain(*arguments, backend=given.backend, **data))
+
+
+def source(given: argparse.Namespace) -> None:
+    """Print the generated kernels."""
+    attention, arguments, data = _call(given)
+    print(attention.source(*arguments, backend=given.backend, **data))
+
+
+def _call(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
+    """The attention, (q, k, v), and the data by name."""
+    found = target.find(given.name)
+    data = {
+        name: value.to(given.device) if isinstance(value, torch.Tensor) else value
+        for name, value in found.data(given).items()
+    }
+    asked = (given.batch, given.heads, given.kv_heads)
+    batch, heads, kv_heads = heads_of(found.program.bind(data, given.name), asked)
+    shapes = [(batch, heads, given.n[0])] + 2 * [(batch, kv_heads, given.n[1])]
+    dtype = _DTYPES[given.dtype]
+    made = [torch.zeros(*s, given.head_dim, dtype=dtype, device=given.device) for s in shapes]
+    return found.attention, made, data
