@@ -78,6 +78,7 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     made.filters["pack"] = _pack
+    made.filters["wrapped"] = _wrapped
     return made
 
 
@@ -85,6 +86,14 @@ def _pack(names: list[str]) -> str:
     """A list of strings as Python, wrapped to the house's line length."""
     lines = textwrap.wrap(", ".join(f'"{name}"' for name in names), 88)
     return "[" + "".join(f"\n        {line}" for line in lines) + "\n    ]" if lines else "[]"
+
+
+def _wrapped(names: list[str], indent: int) -> str:
+    """Arguments as lines of the house's length; the first one's indentation stands there."""
+    # Blanks inside an argument are no place to break.
+    solid = ", ".join(name.replace(" ", "\0") for name in names)
+    lines = textwrap.wrap(solid, 99 - indent)
+    return f"\n{' ' * indent}".join(lines).replace("\0", " ") + ","
 
 
 @functools.cache
@@ -207,11 +216,30 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         score=score.results[0] if score.results else None,
         softcap=spec.softcap,
         sinks=spec.sinks,
+        uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
+        **_select_arguments(arguments),
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
     return Generated(f"{name}_fwd", tidy(text), tuple(bare(a) for a in arguments))
+
+
+# What the careful second pass takes, beside the kernel's own arguments: computed by then.
+_DERIVED = ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles")
+_CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "FLOAT", "PRECISION")
+_UNUSED = ("counts", "sinks_ptr", "masked_width", "full_width", "heads", "group", "kv_lens_ptr")
+
+
+def _select_arguments(arguments: list[str]) -> dict[str, list[str]]:
+    names = [bare(a) for a in arguments]
+    names = [n for n in names if n not in _UNUSED and not n.startswith("schedule_")]
+    names = [n for n in names if not re.fullmatch(r"stride_.[bh]|q_offset\w*|kv_len", n)]
+    names += ["kv_len", "q_offset", *_DERIVED]
+    return {
+        "select_call": [*names, *_CONSTANTS],
+        "select_arguments": [*names, *(f"{c}: tl.constexpr" for c in _CONSTANTS)],
+    }
 
 
 def header(spec: Spec, command: str) -> str:
