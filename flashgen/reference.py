@@ -112,9 +112,9 @@ def attention_reference(
     lse = torch.logsumexp(scores, dim=-1)
     safe = torch.where(lse == -torch.inf, 0.0, lse)
     weights = torch.exp(scores - safe[..., None])[..., : k.shape[2]]
-    # Selected, not multiplied: garbage in a value that a row doesn't see must not reach it.
-    seen = weights.unsqueeze(-1) > 0 if not torch.isfinite(v).all() else None
-    if seen is None:
+    if torch.isfinite(v).all():
         return weights @ v, lse
-    terms = torch.where(seen, weights.unsqueeze(-1) * v.unsqueeze(2), 0.0)
+    # Selected, not multiplied: garbage in a value that a row doesn't see must not reach it.
+    weights = weights.unsqueeze(-1)
+    terms = torch.where(weights == 0, 0.0, weights * v.unsqueeze(2))
     return terms.sum(dim=3), lse
