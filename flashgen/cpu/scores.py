@@ -1,0 +1,181 @@
+"""The scores of one block: indices, score function, softcap, mask."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..expr import Env, Expr, evaluate, leaves, walk
+from ..geometry import Geometry
+from ..spec import Bound
+from .blocks import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What becomes of a scaled score, and which pairs are masked."""
+
+    bound: Bound
+    geometry: Geometry
+    softcap: float | None
+    dtype: torch.dtype
+
+    @property
+    def change_scores(self) -> bool:
+        return self.bound.spec.score is not None or self.softcap is not None
+
+    def change(self, raw: torch.Tensor, block: Block, env: Env | None = None) -> torch.Tensor:
+        """Score function, then softcap. Returns `raw` itself where there is neither."""
+        scores, score = raw, self.bound.spec.score
+        if score is not None:
+            env = env or self.env(score, block, dtype=self.dtype)
+            env.score = raw
+            # A copy: what is returned is written to, and may be a view of the user's data.
+            scores = evaluate(score, env).expand(raw.shape).clone()
+        if self.softcap is None:
+            return scores
+        capped = self.softcap * torch.tanh(scores / self.softcap)
+        return torch.where(scores == -torch.inf, scores, capped)
+
+    def mask_(self, scores: torch.Tensor, block: Block) -> torch.Tensor:
+        """Send the masked pairs of a block to -inf, in place; full columns cost nothing."""
+        mask, full = self.bound.spec.mask, block.full
+        if mask is not None and full < block.shape[3]:
+            env = self.env(mask, block, skip=full)
+            scores[..., full:].masked_fill_(~evaluate(mask, env), -torch.inf)
+        return scores
+
+    def env(
+        self, expr: Expr, block: Block, *, skip: int = 0, dtype: torch.dtype = torch.float32
+    ) -> Env:
+        """What `expr` reads on a block without its first `skip` columns.
+
+        Indices are laid out as [B, Hq, rows, columns]."""
+        geometry, per_batch = self.geometry, functools.partial(_per_batch, block=block)
+        lens = geometry.kv_len if geometry.kv_lens is None else geometry.kv_lens
+        makers: Mapping[str, Callable[[], torch.Tensor]] = {
+            "b": lambda: self._line(0, block.batch),
+            "h": lambda: self._line(1, block.heads),
+            "h_kv": lambda: self._line(1, block.heads) // geometry.group,
+            "q_idx": lambda: self._line(2, block.rows) + per_batch(geometry.offset),
+            "kv_idx": lambda: self._line(3, *block.columns)[..., skip:],
+            "q_len": lambda: per_batch(geometry.q_len),
+            "kv_len": lambda: per_batch(lens),
+        }
+        used = leaves(expr, "index") or {"q_len"}  # at least one: it knows the device
+        index = {name: makers[name]() for name in used}
+        return Env(index, dict(self.bound.scalars), dict(self.bound.tensors), float_dtype=dtype)
+
+    @functools.cached_property
+    def _numbers(self) -> torch.Tensor:
+        geometry = self.geometry
+        most = max(geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)
+        return torch.arange(most, device=geometry.device)
+
+    def _line(self, dim: int, *parts: slice) -> torch.Tensor:
+        view = [1, 1, 1, 1]
+        view[dim] = -1
+        numbers = [self._numbers[part] for part in parts]
+        return (numbers[0] if len(numbers) == 1 else torch.cat(numbers)).view(view)
+
+
+class Changed:
+    """Changed scores that remember how they were made, for the way back.
+
+    `totals` are the gradients of float data that are asked for; `pull_back` adds to them."""
+
+    def __init__(
+        self, rules: Rules, block: Block, raw: torch.Tensor, totals: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.raw = self.scores = raw
+        self.loads: list[Load] = []
+        if rules.change_scores:
+            env = self._record_loads(rules, block, totals)
+            raw.requires_grad_()
+            with torch.enable_grad():
+                self.scores = rules.change(raw, block, env)
+
+    def _record_loads(
+        self, rules: Rules, block: Block, totals: Mapping[str, torch.Tensor]
+    ) -> Env | None:
+        """Evaluate the loads whose gradients are asked for, for the expression to use."""
+        score = rules.bound.spec.score
+        if score is None:
+            return None
+        env = rules.env(score, block, dtype=rules.dtype)
+        for node in walk(score):
+            if node.op == "load" and node.attr in totals:
+                load = Load.of(node, env, self.raw, totals[node.attr])
+                env.values[node] = load.pairs
+                self.loads.append(load)
+        return env
+
+    def detached(self) -> torch.Tensor:
+        """The changed scores, free to be written to."""
+        return self.scores.detach().clone() if self.scores.requires_grad else self.scores
+
+    def pull_back(self, grad: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """The gradient of the raw scores, from that of the changed ones.
+
+        Pairs whose `masked` scores are -inf are selected away from every gradient: there, the
+        derivative of a score function may be anything."""
+        if self.scores is self.raw:
+            return grad
+        if not self.scores.requires_grad:
+            return torch.zeros_like(grad)
+        inputs = [self.raw, *(load.pairs for load in self.loads)]
+        own, *others = torch.autograd.grad(self.scores, inputs, grad, allow_unused=True)
+        for load, other in zip(self.loads, others, strict=True):
+            if other is not None:
+                load.add(_select(other, masked))
+        return torch.zeros_like(grad) if own is None else _select(own, masked)
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Elements of a float tensor, one for each pair of a block, and where they come from."""
+
+    pairs: torch.Tensor
+    indices: tuple[torch.Tensor, ...]
+    shape: torch.Size
+    total: torch.Tensor
+
+    @staticmethod
+    def of(node: Expr, env: Env, like: torch.Tensor, total: torch.Tensor) -> Load:
+        tensor = env.tensors[node.attr]
+        indices = tuple(
+            evaluate(position, env).clamp(0, size - 1)
+            for position, size in zip(node.args, tensor.shape, strict=True)
+        )
+        elements = (tensor[indices] if indices else tensor).detach()
+        pairs = elements.to(like.dtype).expand(like.shape).requires_grad_()
+        return Load(pairs, indices, elements.shape, total)
+
+    def add(self, grad: torch.Tensor) -> None:
+        grad = grad.sum_to_size(self.shape)
+        if self.indices:
+            self.total.index_put_(self.indices, grad, accumulate=True)
+        else:
+            self.total.add_(grad)
+
+
+def _per_batch(value: int | torch.Tensor, block: Block) -> torch.Tensor:
+    """A length or an offset: one number, or [B, 1, 1, 1]."""
+    if isinstance(value, int):
+        return torch.tensor(value)
+    own = value[block.batch] if value.numel() > 1 else value
+    return own.long().reshape(-1, 1, 1, 1)
+
+
+def _select(grad: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """0 where scores are -inf. Finite gradients are 0 there already, as their weight is."""
+    return grad if is_finite(grad) else torch.where(masked == -torch.inf, 0, grad)
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """False where an element is inf or NaN; also where the sum overflows."""
+    return math.isfinite(x.sum().item())
