@@ -18,7 +18,8 @@ from flashgen import FlashgenError
 from flashgen.cpu import attention
 from flashgen.cpu.blocks import split
 from flashgen.geometry import Geometry
-from flashgen.schedule import Schedule, classify
+from flashgen.schedule import Schedule
+from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
 from flashgen.spec.data import fit_data
 from flashgen.spec.leaf import Leaf
@@ -109,24 +110,10 @@ def run(
         v,
         bound=bound,
         geometry=geometry,
-        schedule=schedule_of(bound, geometry, block_size, planner),
+        schedule=make_schedule(bound, geometry, block_size, planner, "test"),
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         softcap=softcap,
         sinks=sinks,
-    )
-
-
-def schedule_of(bound: Any, geometry: Geometry, block_size: Any, planner: Any) -> Schedule:
-    return Schedule(
-        classify(bound, geometry, block_size, planner),
-        block_size,
-        geometry.q_len,
-        geometry.kv_len,
-        geometry.q_offset,
-        geometry.kv_lens,
-        bound.spec.name,
-        bound.spec.mask_digest,
-        planner,
     )
 
 
@@ -682,7 +669,7 @@ MEMORY = """
 import resource, torch
 from flashgen.cpu import attention
 from flashgen.geometry import Geometry
-from flashgen.schedule import Schedule, classify
+from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
 
 @mask
@@ -692,8 +679,7 @@ def causal(q_idx, kv_idx):
 def peak(length):
     bound = Program(causal).bind({}, "test")
     geometry = Geometry(1, 1, 1, length, length, torch.device("cpu"))
-    states = classify(bound, geometry, (128, 128))
-    schedule = Schedule(states, (128, 128), length, length, None, None, "causal", "", "auto")
+    schedule = make_schedule(bound, geometry, (128, 128), "auto", "test")
     q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
     out, lse = attention(q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=0.25)
     (out.sum() + lse.sum()).backward()

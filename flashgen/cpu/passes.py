@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def forward(
     for block in problem.blocks:
         queries = block.by_kv_head(q[block.queries] * problem.scale)
         raw = block.by_head(queries @ block.gather(k).mT)
-        scores = rules.mask_(rules.change(raw, block), block)
+        scores = rules.mask(rules.change(raw, block), raw, block)
         sink = None if sinks is None else sinks[:, block.heads]
         weights, total, lse[block.queries] = _softmax(scores, sink)
         product = block.by_head(_product(block.by_kv_head(weights), block.gather(v)))
@@ -91,8 +92,11 @@ def _softmax(
 
 
 def _exp_(x: torch.Tensor) -> torch.Tensor:
-    """exp in place, by exp2: on CPUs exp is twenty times slower at -inf than elsewhere."""
-    return x.mul_(_LOG2_E).exp2_()
+    """exp in place, by exp2: on CPUs exp is twenty times slower at -inf than elsewhere.
+
+    Results too small for a normal number are 0: products with them are as slow."""
+    smallest = math.log2(torch.finfo(x.dtype).tiny)
+    return torch.threshold_(x.mul_(_LOG2_E), smallest, -torch.inf).exp2_()
 
 
 def backward(problem: Problem, saved: Saved, wanted: Sequence[str]) -> Gradients:
@@ -121,7 +125,7 @@ def _backward_block(problem: Problem, block: Block, saved: Saved, grads: Gradien
     grad_out = block.by_kv_head(grad_out)
 
     changed = Changed(problem.rules, block, block.by_head(queries @ keys.mT), grads.data)
-    scores = problem.rules.mask_(changed.detached(), block)
+    scores = problem.rules.mask(changed.scores, changed.raw, block)
     lse = torch.where(lse == -torch.inf, 0, lse)
     weights = _exp_(scores - lse[..., None])
     grad = block.by_head(grad_out @ values.mT).sub_(delta[..., None]).mul_(weights)

@@ -34,15 +34,17 @@ class Rules:
         if score is not None:
             env = env or self.env(score, block, dtype=self.dtype)
             env.score = raw
-            # A copy: what is returned is written to, and may be a view of the user's data.
-            scores = evaluate(score, env).expand(raw.shape).clone()
+            scores = evaluate(score, env).expand(raw.shape)
         if self.softcap is None:
             return scores
         capped = self.softcap * torch.tanh(scores / self.softcap)
         return torch.where(scores == -torch.inf, scores, capped)
 
-    def mask_(self, scores: torch.Tensor, block: Block) -> torch.Tensor:
-        """Send the masked pairs of a block to -inf, in place; full columns cost nothing."""
+    def mask(self, scores: torch.Tensor, raw: torch.Tensor, block: Block) -> torch.Tensor:
+        """-inf where a pair is masked, free to be written to; full columns cost nothing."""
+        if scores is not raw:
+            # Changed scores may be a view of the user's data, or be needed on the way back.
+            scores = scores.detach().clone()
         mask, full = self.bound.spec.mask, block.full
         if mask is not None and full < block.shape[3]:
             env = self.env(mask, block, skip=full)
@@ -113,10 +115,6 @@ class Changed:
                 env.values[node] = load.pairs
                 self.loads.append(load)
         return env
-
-    def detached(self) -> torch.Tensor:
-        """The changed scores, free to be written to."""
-        return self.scores.detach().clone() if self.scores.requires_grad else self.scores
 
     def pull_back(self, grad: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """The gradient of the raw scores, from that of the changed ones.
