@@ -126,6 +126,7 @@ def _backward_block(problem: Problem, block: Block, saved: Saved, grads: Gradien
 
     changed = Changed(problem.rules, block, block.by_head(queries @ keys.mT), grads.data)
     scores = problem.rules.mask(changed.scores, changed.raw, block)
+    # Weights of a row without keys are 0, not NaN, which would take the slower way below.
     lse = torch.where(lse == -torch.inf, 0, lse)
     weights = _exp_(scores - lse[..., None])
     grad = block.by_head(grad_out @ values.mT).sub_(delta[..., None]).mul_(weights)
