@@ -111,6 +111,8 @@ def test_list_says_parameters_and_first_line(capsys: pytest.CaptureFixture[str])
     lines = run(capsys, "list").splitlines()
     assert lines[lines.index("causal") + 1].startswith("    A query sees itself")
     assert "causal_document(doc: fg.Tensor)" in lines
+    assert "from_dense(matrix: torch.Tensor)" in lines
+    assert max(map(len, lines)) <= 104
     assert all(mask.doc for mask in catalogue.masks().values())
 
 
@@ -148,6 +150,18 @@ def test_show_draws_fewer_queries_than_keys(capsys: pytest.CaptureFixture[str]) 
 def test_show_combines(capsys: pytest.CaptureFixture[str]) -> None:
     name = "causal & ~(sliding_window(window=1) | strided(dilation=2))"
     assert "····\n█···\n·█··\n█·█·" in run(capsys, "show", name, "--n", "4")
+
+
+def test_show_takes_functions_that_make_masks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "show", "natten").startswith("natten_2d: ")
+    text = run(capsys, "show", "natten", "--n", "4", "--param", "extent=4", "kernel=3")
+    assert "███·\n███·\n·███\n·███" in text
+    made = "causal & natten(extent=4, kernel=3)"
+    assert "█···\n██··\n·██·\n·███" in run(capsys, "show", made, "--n", "4")
+    text = run(
+        capsys, "show", "from_dense", "--n", "2", "--param", "matrix=[[True,False],[True,True]]"
+    )
+    assert "█·\n██" in text
 
 
 def test_show_reads_a_file(capsys: pytest.CaptureFixture[str], user_file: str) -> None:
@@ -202,6 +216,9 @@ def test_a_million_positions_are_shown_without_elements(
         (["no_such_file.py:mask"], "there is no file no_such_file.py"),
         (["flashgen.reference:attention"], "flashgen.reference has no attention"),
         (["sliding_window", "--param", "windw=3"], "Did you mean `window`?"),
+        (["natten", "--param", "kernl=3"], "Did you mean `kernel`?"),
+        (["natten(extent=4)"], "natten also needs kernel"),
+        (["from_xformers"], "from_xformers also needs bias"),
         (["sliding_window", "--param", "window"], "--param window isn't NAME=VALUE"),
         (["sliding_window", "--param", "window=wide"], "--param window=wide isn't NAME=VALUE"),
         (["sliding_window", "--param", "window=-1"], "window must be at least 0"),

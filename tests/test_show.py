@@ -11,6 +11,7 @@ import torch
 from flashgen.schedule import Schedule
 from flashgen.show import explain_text, mask_svg, mask_text, schedule_svg, schedule_text
 from flashgen.show.cells import pool, rectangles
+from flashgen.show.text import wrap_formula
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -195,6 +196,23 @@ def test_a_formula_is_escaped_and_wrapped() -> None:
     assert " ".join(line.strip() for line in shown) == formula
 
 
+def test_a_formula_breaks_where_it_binds_least() -> None:
+    formula = "(a < b) & ((c[i & 1] == d) | (e <= f)) | ~(g < h) & (i != j)"
+    assert list(wrap_formula(formula, 100)) == [formula]
+    assert list(wrap_formula(formula, 40)) == [
+        "(a < b) & ((c[i & 1] == d) | (e <= f))",
+        "| ~(g < h) & (i != j)",
+    ]
+    assert list(wrap_formula(formula, 30, indent=2)) == [
+        "  (a < b)",
+        "      & ((c[i & 1] == d)",
+        "          | (e <= f))",
+        "  | ~(g < h) & (i != j)",
+    ]
+    assert list(wrap_formula("a + b <= c", 8)) == ["a + b <=", "    c"]
+    assert list(wrap_formula("", 8)) == []
+
+
 def test_a_million_positions_are_drawn_in_no_time() -> None:
     tiles = torch.arange(4096)
     states = ((tiles <= tiles[:, None]).to(torch.int8) + (tiles < tiles[:, None])).to(torch.int8)
@@ -218,7 +236,7 @@ def test_explain_text() -> None:
             ("spec", "spec causal\n  mask    kv_idx <= q_idx\n"),
             ("nothing", ""),
             ("tile rule", "may attend   " + " & ".join(30 * ["a < b"])),
-            ("kernel", "/a/" + 120 * "b" + ".py"),
+            ("kernel", "/a/" + 120 * "b" + ".py\n# " + 97 * "c" + " d"),
         ]
     )
     parts = page.split("\n\n")
@@ -227,4 +245,5 @@ def test_explain_text() -> None:
     assert [len(line) <= 100 for line in rule] == 4 * [True]
     assert all(line.startswith(13 * " ") for line in rule[2:])
     assert parts[2].splitlines()[1] == "/a/" + 120 * "b" + ".py"
+    assert parts[2].splitlines()[2:] == ["# " + 97 * "c", "#     d"]
     assert len(parts) == 3

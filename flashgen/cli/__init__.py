@@ -123,7 +123,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch", type=int, metavar="B", help="default: as the data has it")
     command.add_argument("--heads", type=int, metavar="H", help="query heads")
     command.add_argument("--kv-heads", type=int, metavar="H", help="heads of keys and values")
-    command.add_argument("--seed", type=int, default=0, help="of the example data (default: 0)")
+    command.add_argument("--seed", type=int, help="of the example data")
 
 
 def _add_gallery(commands: _Commands) -> None:

@@ -16,6 +16,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..schedule.make import make_schedule
 from ..show import mask_svg, mask_text, schedule_svg, schedule_text
+from ..show.text import WIDTH, wrap_formula
 from ..spec import Bound, Mask, Program
 from ..spec.data import fit_data
 from . import target
@@ -47,13 +48,13 @@ class Drawing:
 
 def show(given: argparse.Namespace) -> None:
     """Print the mask, its data and its schedule; write the picture where `--svg` asks for it."""
-    found = target.find(given.name)
+    found = target.find(given)
     mask = found.program.mask
     if mask is None:
         raise FlashgenError(f"{given.name} has no mask: every key is allowed")
     heads = (given.batch, given.heads, given.kv_heads)
     wanted = {argument.name for argument in mask.params}
-    data = {name: value for name, value in found.data(given).items() if name in wanted}
+    data = {name: value for name, value in found.data.items() if name in wanted}
     drawn = draw(mask, data, given.n, given.block_size, heads, given.planner)
     print(_heading(drawn))
     if drawn.dense is not None:
@@ -105,7 +106,7 @@ def _heading(drawn: Drawing) -> str:
     # A composed mask's docstring is that of its class.
     is_leaf = len(drawn.mask.leaves) == 1 and hasattr(drawn.mask, "__wrapped__")
     lines = [f"{drawn.mask.name}: {doc}" if is_leaf and doc else drawn.mask.name]
-    lines.append(f"    {drawn.formula}")
+    lines += wrap_formula(drawn.formula, WIDTH, indent=4)
     for name, value in drawn.bound.scalars.items():
         lines.append(f"    {name} = {value}")
     for name in sorted(leaves(drawn.bound.spec.mask, "load")):

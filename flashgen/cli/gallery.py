@@ -57,11 +57,11 @@ def gallery(given: argparse.Namespace) -> None:
 
 def picture(name: str) -> str:
     """The gallery's SVG of a mask, with its example data."""
-    found = target.find(name)
-    given = argparse.Namespace(n=_LENGTHS, seed=0, param=[])
+    given = argparse.Namespace(name=name, n=_LENGTHS, seed=None, param=[])
+    found = target.find(given)
     mask = found.program.mask
     assert mask is not None
-    drawn = draw(mask, found.data(given), _LENGTHS, _BLOCK)
+    drawn = draw(mask, found.data, _LENGTHS, _BLOCK)
     scalars = drawn.bound.scalars
     values = ", ".join(f"{p.name}={scalars[p.name]}" for p in mask.params if p.name in scalars)
     return drawn.svg(f"{name}({values})" if values else name)
@@ -72,7 +72,7 @@ def _markdown() -> str:
     lines = ["# Masks", "", _INTRO, "", _MADE_BY]
     for mask in catalogue.masks().values():
         where = f"[masks/{mask.file}](../../masks/{mask.file})"
-        lines += ["", f"## {mask.name}", "", f"{mask.doc} `{mask}`, {where}"]
+        lines += ["", f"## {mask.name}", "", f"{mask.doc} `{mask.brief}`, {where}"]
         lines += ["", f"![{mask.name}]({mask.name}.svg)"]
     return "\n".join([*lines, ""])
 
@@ -80,7 +80,7 @@ def _markdown() -> str:
 def _html(pictures: dict[str, str]) -> str:
     figures = "\n".join(
         f'<figure id="{mask.name}">\n{pictures[mask.name]}<figcaption>{_code(mask.doc)}<br>'
-        f"<code>{html.escape(str(mask))}</code></figcaption>\n</figure>"
+        f"<code>{html.escape(mask.brief)}</code></figcaption>\n</figure>"
         for mask in catalogue.masks().values()
     )
     return _PAGE.format(intro=_code(f"{_INTRO} {_MADE_BY}"), figures=figures)

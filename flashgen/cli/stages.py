@@ -32,10 +32,10 @@ def source(given: argparse.Namespace) -> None:
 
 def _call(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
     """The attention, (q, k, v), and the data by name."""
-    found = target.find(given.name)
+    found = target.find(given)
     data = {
         name: value.to(given.device) if isinstance(value, torch.Tensor) else value
-        for name, value in found.data(given).items()
+        for name, value in found.data.items()
     }
     asked = (given.batch, given.heads, given.kv_heads)
     batch, heads, kv_heads = heads_of(found.program.bind(data, given.name), asked)

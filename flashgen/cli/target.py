@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,8 +17,11 @@ import flashgen as fg
 from ..errors import FlashgenError, did_you_mean
 from ..spec import Program
 from . import catalogue
+from .loading import attribute, parameter
 
-Builder = Callable[[int, torch.Generator], Mapping[str, Any]]
+# Of example data; with this one the documents of 64 positions are of similar lengths.
+SEED = 10
+
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.BitAnd: lambda left, right: left & right,
     ast.BitOr: lambda left, right: left | right,
@@ -31,11 +31,10 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """A declaration, and the examples that its data may come from."""
+    """A mask, a function that one is made of, or a whole Attention; and the call's data."""
 
-    name: str
     value: Any
-    examples: Mapping[str, Builder]
+    data: Mapping[str, Any]
 
     @property
     def attention(self) -> fg.Attention:
@@ -45,112 +44,104 @@ class Target:
 
     @property
     def program(self) -> Program:
-        """The declaration: of an Attention, a Mask, or a function that a mask is made of."""
+        """What is declared."""
         declared: Program = self.attention._program
         return declared
 
-    def data(self, given: argparse.Namespace) -> dict[str, Any]:
-        """What `--param` says, and example data for the rest."""
-        said = dict(map(_parameter, given.param))
-        wanted = {argument.name for argument in self.program.params}
-        for name in said:
-            if name not in wanted:
-                problem = f"{self.name} has no parameter {name}"
-                raise FlashgenError(problem, write=did_you_mean(name, wanted))
-        for leaf in self.program.leaves:
-            own = {argument.name for argument in leaf.free}
-            if leaf.function.name in self.examples and not own <= set(said):
-                generator = torch.Generator().manual_seed(given.seed)
-                example = self.examples[leaf.function.name](max(given.n), generator)
-                said = {**{k: v for k, v in example.items() if k in wanted & own}, **said}
-        return said
+
+def find(given: argparse.Namespace) -> Target:
+    """What `given.name` means, with the data that `--param` says and examples for the rest.
+
+    Raises FlashgenError where there is nothing of this name."""
+    said = dict(map(parameter, given.param))
+    examples = _Examples(given)
+    if ":" in given.name:
+        value, module = attribute(given.name)
+        examples.builders.update(getattr(module, "EXAMPLES", {}))
+    elif _is_maker(given.name):
+        return Target(_made(given.name, {**examples.of(given.name), **said}), {})
+    else:
+        value = _combined(given.name, examples)
+    program = Target(value, {}).program
+    _check_names(program.name, said, [argument.name for argument in program.params])
+    return Target(value, {**_example_data(program, examples, said), **said})
 
 
-def find(name: str) -> Target:
-    """The mask or the attention of this name. Raises FlashgenError where there is none."""
-    if ":" in name:
-        where, _, attribute = name.rpartition(":")
-        module = _file(Path(where)) if where.endswith(".py") else _module(where)
-        value = getattr(module, attribute, None)
-        if value is None:
-            advice = did_you_mean(attribute, [n for n in vars(module) if n[0] != "_"])
-            raise FlashgenError(f"{where} has no {attribute}", call=name, write=advice)
-        examples = {**_examples(), **getattr(module, "EXAMPLES", {})}
-        return Target(name, value, examples)
-    return Target(name, _combined(name), _examples())
+class _Examples:
+    """Builders of example data by the name of what they are for, and their arguments."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        library = importlib.import_module("flashgen.masks.examples").EXAMPLES
+        self.builders: dict[str, Callable[..., Mapping[str, Any]]] = dict(library)
+        self.length = max(given.n)
+        self.seed = SEED if given.seed is None else given.seed
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        if name not in self.builders:
+            return {}
+        return self.builders[name](self.length, torch.Generator().manual_seed(self.seed))
 
 
-def _combined(name: str) -> Any:
-    """Names of flashgen.masks, combined with `&`, `|`, `~`."""
+def _example_data(program: Program, examples: _Examples, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Examples for the parameters that nothing is said about."""
+    data: dict[str, Any] = {}
+    for leaf in program.leaves:
+        own = {argument.name for argument in leaf.free} - set(said)
+        if own:
+            example = examples.of(leaf.function.name)
+            data.update({name: value for name, value in example.items() if name in own - set(data)})
+    return data
+
+
+def _check_names(owner: str, said: Iterable[str], known: Iterable[str]) -> None:
+    for name in said:
+        if name not in known:
+            problem = f"{owner} has no parameter {name}"
+            raise FlashgenError(problem, write=did_you_mean(name, known))
+
+
+def _is_maker(name: str) -> bool:
+    listed = catalogue.everything().get(name)
+    return listed is not None and not listed.is_mask
+
+
+def _made(name: str, data: Mapping[str, Any]) -> Any:
+    """A mask with data bound, or what a function of flashgen.masks makes of it."""
+    found = catalogue.load(name)
+    if _is_maker(name):
+        parameters = inspect.signature(found).parameters
+        _check_names(name, data, parameters)
+        needed = [p.name for p in parameters.values() if p.default is p.empty]
+        missing = [parameter for parameter in needed if parameter not in data]
+        if missing:
+            raise FlashgenError(f"{name} also needs {', '.join(missing)}")
+    return found(**data)
+
+
+def _combined(name: str, examples: _Examples) -> Any:
+    """Names of flashgen.masks, combined with `&`, `|`, `~`, some with data bound."""
     try:
         tree = ast.parse(name, mode="eval").body
     except SyntaxError:
         raise _unknown(name) from None
-    return _evaluate(tree, name)
 
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and node.id in catalogue.everything():
+            found = catalogue.load(node.id)
+            return _made(node.id, examples.of(node.id)) if _is_maker(node.id) else found
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.operand))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            bound = dict(parameter(f"{k.arg}={ast.unparse(k.value)}") for k in node.keywords)
+            if node.func.id in catalogue.everything():
+                return _made(node.func.id, bound)
+        raise _unknown(ast.unparse(node))
 
-def _evaluate(node: ast.expr, name: str) -> Any:
-    if isinstance(node, ast.Name):
-        if node.id not in catalogue.masks():
-            raise _unknown(node.id)
-        return catalogue.load(node.id)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        sides = (_evaluate(side, name) for side in (node.left, node.right))
-        return _OPERATORS[type(node.op)](*sides)
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_evaluate(node.operand, name))
-    if isinstance(node, ast.Call) and not node.args:
-        bound = dict(_parameter(f"{k.arg}={ast.unparse(k.value)}") for k in node.keywords)
-        return _evaluate(node.func, name)(**bound)
-    raise _unknown(name)
+    return value(tree)
 
 
 def _unknown(name: str) -> FlashgenError:
-    advice = did_you_mean(name, catalogue.masks())
+    advice = did_you_mean(name, catalogue.everything())
     return FlashgenError(f"there is no mask {name}", write=advice)
-
-
-def _examples() -> Mapping[str, Builder]:
-    examples: Mapping[str, Builder] = importlib.import_module("flashgen.masks.examples").EXAMPLES
-    return examples
-
-
-def _file(path: Path) -> ModuleType:
-    """A module from a file, its folder importable as when Python runs it."""
-    if not path.is_file():
-        raise FlashgenError(f"there is no file {path}")
-    sys.path.insert(0, str(path.parent.absolute()))
-    # Of a name of its own: a user's `types.py` must not replace anybody's `types`.
-    name = f"flashgen_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _module(name: str) -> ModuleType:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not name.startswith(error.name or name):
-            raise
-        raise FlashgenError(f"there is no module {name}") from None
-
-
-def _parameter(text: str) -> tuple[str, Any]:
-    """`window=8`, `doc=[[0, 0, 1]]`: a Python literal, lists as tensors."""
-    name, equals, value = text.partition("=")
-    try:
-        literal = ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        equals = ""
-    if not equals:
-        problem = f"--param {text} isn't NAME=VALUE with a number or a list"
-        raise FlashgenError(problem, write="window=8, or doc=[[0,0,1,1]]")
-    is_table = isinstance(literal, (list, tuple))
-    return name, torch.tensor(literal) if is_table else literal

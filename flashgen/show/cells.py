@@ -14,6 +14,11 @@ def size(*lengths: int) -> str:
     return "\N{MULTIPLICATION SIGN}".join(f"{length:,}" for length in lengths)
 
 
+def count(number: int, noun: str) -> str:
+    """`1 tile`, `1,024 tiles`"""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def pool(states: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int]:
     """Fewer, larger cells: at most `rows` x `columns`, each a square of so many (the second value).
 

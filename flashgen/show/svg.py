@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 import torch
 
-from .cells import FULL, PARTIAL, pool, rectangles, size
-from .text import tile_counts, wrap
+from .cells import FULL, PARTIAL, count, pool, rectangles, size
+from .text import tile_counts, wrap, wrap_formula
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -139,7 +139,7 @@ def _start(schedule: Schedule) -> int:
 
 def _facts(schedule: Schedule) -> list[str]:
     batch, heads, rows, columns = schedule.states.shape
-    tiles = f"{rows * columns:,} tiles of {size(*schedule.block_size)}"
+    tiles = f"{count(rows * columns, 'tile')} of {size(*schedule.block_size)}"
     facts = [f"{size(*schedule.shape[2:])}, {tiles}, {100 * schedule.density:.1f} % visited"]
     if batch * heads > 1:
         facts.append(f"b 0 of {batch}, h 0 of {heads}")
@@ -149,7 +149,7 @@ def _facts(schedule: Schedule) -> list[str]:
 def _legend(schedule: Schedule) -> list[tuple[str, str]]:
     names = ("empty", "partial", "full")
     counts = zip(names, tile_counts(schedule), strict=True)
-    return [(name, f"{name}: {count:,}") for name, count in counts][::-1]
+    return [(name, f"{name}: {many:,}") for name, many in counts][::-1]
 
 
 def _document(
@@ -171,7 +171,7 @@ def _document(
         parts += [piece.replace("@y", _number(y)) for piece in entries]
         y += 18
     y += 4
-    for line in wrap([formula] if formula else [], int((width - 40) / _MONO)):
+    for line in wrap_formula(formula, int((width - 40) / _MONO)):
         parts.append(_text("ink fg-mono", 20, y, line))
         y += 15
     return _svg(width, y + 2, title, parts)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from .cells import FULL, PARTIAL, pool, shares, size
+from .cells import FULL, PARTIAL, count, pool, shares, size
 
 if TYPE_CHECKING:
     from ..schedule import Schedule
@@ -65,8 +66,9 @@ def _summary(schedule: Schedule) -> Iterator[str]:
     empty, partial, full = tile_counts(schedule)
     total = empty + partial + full
     density = 100 * (partial + full) / max(1, total)
-    counts = f"{full:,} full, {partial:,} partial, {empty:,} empty"
-    yield f"density {density:.2f} %, {total:,} tiles: {counts}; {schedule.nbytes:,} bytes"
+    kinds = f"{full:,} full, {partial:,} partial, {empty:,} empty"
+    size_in_memory = count(schedule.nbytes, "byte")
+    yield f"density {density:.2f} %, {count(total, 'tile')}: {kinds}; {size_in_memory}"
 
 
 def tile_counts(schedule: Schedule) -> tuple[int, int, int]:
@@ -104,19 +106,57 @@ def _section(title: str, body: str) -> str:
 
 
 def wrap(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Wrap lines at spaces; what follows a break stands below the text behind a label."""
+    """Wrap lines at spaces; what stands behind a label (`mask    a < b`) stays behind it."""
     for line in lines:
         text = line.expandtabs(4).rstrip()
-        label = re.match(r" *(\S+( \S+)? {2,})?", text)
-        hang = (
-            label.end()
-            if label is not None and label.group(1)
-            else len(text) - len(text.lstrip()) + 4
-        )
-        yield from textwrap.wrap(
-            text,
-            width,
-            subsequent_indent=" " * hang,
-            break_on_hyphens=False,
-            break_long_words=False,
-        ) or [""]
+        label = re.match(r" *[^\s#]\S*( \S+)? {2,}", text)
+        if label is not None and len(text) > width:
+            wrapped = list(wrap_formula(text[label.end() :], width, label.end()))
+            yield label.group() + wrapped[0].lstrip()
+            yield from wrapped[1:]
+        else:
+            margin = re.match(r" *#? *", text)
+            rest = f"{margin.group() if margin is not None else ''}    "
+            yield from _at_spaces(text, width, "", rest) or [""]
+
+
+def _at_spaces(text: str, width: int, first: str, rest: str) -> list[str]:
+    """Words stay whole, however long: a path in pieces can't be copied."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def wrap_formula(text: str, width: int, indent: int = 0, hang: int = 0) -> Iterator[str]:
+    """Break a formula where it binds least: before an `|` or `&` outside of brackets, if any."""
+    parts = _least_bound(text) if len(text) + indent > width else [text]
+    if len(parts) == 1:
+        yield from _at_spaces(text, width, " " * indent, " " * (indent + 4))
+        return
+    line = parts[0]
+    for part in parts[1:]:
+        if indent + len(line) + 1 + len(part) <= width:
+            line = f"{line} {part}"
+        else:
+            yield from wrap_formula(line, width, indent, 4)
+            line, indent, hang = part, indent + hang, 0
+    yield from wrap_formula(line, width, indent, 4)
+
+
+def _least_bound(text: str) -> list[str]:
+    """Split before the operators that are in the fewest brackets; `|` binds less than `&`."""
+    found: dict[tuple[int, int], list[int]] = {}
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if character in "|&" and position:
+            found.setdefault((depth, "|&".index(character)), []).append(position)
+    if not found:
+        return [text]
+    cuts = [0, *found[min(found)], len(text)]
+    return [text[start:end].strip() for start, end in pairwise(cuts)]
