@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any
 
 
-def at_least(**least: int) -> Callable[..., None]:
-    """A check for `fg.mask(check=...)`: these integers are no smaller than the bounds given."""
+class at_least:
+    """A check for `fg.mask(check=...)`: these integers are no smaller than the bounds given.
 
-    def check(**given: Any) -> None:
-        for name, bound in least.items():
+    An object and not a closure, so that masks pickle."""
+
+    def __init__(self, **least: int) -> None:
+        self.least = least
+
+    @property
+    def __signature__(self) -> Signature:
+        """The names whose values the check waits for."""
+        return Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in self.least])
+
+    def __call__(self, **given: Any) -> None:
+        for name, bound in self.least.items():
             value = given[name]
             # What isn't an integer is refused later, with the parameter's type.
             if isinstance(value, int) and value < bound:
                 raise ValueError(f"{name} must be at least {bound}, and is {value}")
-
-    return named(check, *least)
-
-
-def named(check: Callable[..., None], *names: str) -> Callable[..., None]:
-    """Say which values a check written with `**given` waits for."""
-    parameters = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
-    check.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return check
