@@ -1,0 +1,582 @@
+"""The cache: files written once, whole, private, verified, imported once; and what goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import linecache
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import flashgen
+from flashgen import FlashgenError, cache
+from flashgen.config import config
+
+TEXT = """\
+# causal, D=128
+# a second line
+
+VALUE = 7
+
+
+def double(x):
+    # why
+    return x * 2
+"""
+BODY = TEXT[TEXT.index("\n\n") + 1 :]
+PARTS = ("torch 2.13.0", "triton 3.7.1")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An own cache folder for each test; gives the folder that files are written to."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(cache, "_private_folders", {})
+    return tmp_path / "kernels" / flashgen.__version__
+
+
+def write(name="causal", text=TEXT, parts=PARTS):
+    return cache.write(name, text, parts)
+
+
+def rename_value(path, value):
+    path.write_text(path.read_text().replace("VALUE = 7", f"VALUE = {value}"))
+
+
+# Files
+
+
+def test_a_file_has_the_text_and_its_key(folder):
+    path = write()
+    key = cache.key_of(TEXT, PARTS)
+    assert path == folder / f"causal_{key[:8]}.py"
+    assert path.read_text() == (
+        "# causal, D=128\n# a second line\n"
+        f'# key: {key}\n# made for: ["torch 2.13.0", "triton 3.7.1"]\n' + BODY
+    )
+
+
+def test_a_text_without_header_gets_one():
+    path = write(text="VALUE = 7\n")
+    assert path.read_text().startswith("# key: ")
+    assert cache.load(path).VALUE == 7
+
+
+def test_the_key_covers_text_and_parts_but_not_the_header():
+    key = cache.key_of(TEXT, PARTS)
+    assert len(key) == 64
+    assert cache.key_of("# other words\n" + BODY, PARTS) == key
+    assert cache.key_of(BODY, PARTS) == key
+    assert cache.key_of(TEXT.replace("7", "8"), PARTS) != key
+    assert cache.key_of(TEXT.replace("# why", "# because"), PARTS) != key
+    assert cache.key_of(TEXT, (*PARTS, "sm_90")) != key
+    assert cache.key_of(TEXT, PARTS[::-1]) != key
+    assert cache.key_of(TEXT, ("a", "b")) != cache.key_of(TEXT, ("a, b",))
+
+
+def test_code_behind_a_carriage_return_is_no_comment():
+    assert cache.key_of("# a\rVALUE = 1\n", ()) != cache.key_of("# a\rVALUE = 2\n", ())
+
+
+def test_the_same_text_is_written_once():
+    path = write()
+    before = path.stat()
+    assert write(text="# another header\n" + BODY) == path
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert path.stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("causal & document (d=128)", "causal_document_d_128"),
+        ("../../etc/passwd", "etc_passwd"),
+        ("/tmp/x\0\n", "tmp_x"),
+        ("fenêtre", "fen_tre"),
+        ("", "kernel"),
+        ("***", "kernel"),
+        ("a" * 500, "a" * 120),
+    ],
+)
+def test_names_are_made_safe(folder, name, stem):
+    path = write(name)
+    assert path.parent == folder
+    assert path.name == f"{stem}_{cache.key_of(TEXT, PARTS)[:8]}.py"
+    assert cache.load(path).VALUE == 7
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permission bits are POSIX's")
+def test_only_the_user_can_read_and_write():
+    before = os.umask(0)
+    try:
+        path = write()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_failed_write_leaves_no_file(folder, monkeypatch):
+    def fail(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert [path.name for path in folder.iterdir()] in ([], [".lock"])
+
+
+# Modules
+
+
+def test_a_module_is_imported_once():
+    first = cache.module("causal", TEXT, PARTS)
+    assert first.double(first.VALUE) == 14
+    assert cache.module("causal", TEXT, PARTS) is first
+    assert cache.load(write()) is first
+
+
+def test_a_module_can_be_found_inspected_and_pickled():
+    made = cache.module("causal", TEXT, PARTS)
+    assert made.__name__ == f"flashgen_generated.{Path(made.__file__).stem}"
+    assert sys.modules[made.__name__] is made
+    assert inspect.getsource(made.double) == TEXT[TEXT.index("def double") :]
+    assert inspect.getsourcefile(made.double) == made.__file__
+    assert inspect.getsource(made) == Path(made.__file__).read_text()
+    assert pickle.loads(pickle.dumps(made.double)) is made.double
+
+
+def test_the_source_outlives_the_file():
+    made = cache.module("causal", TEXT, PARTS)
+    rename_value(Path(made.__file__), "7\n\n\n")
+    assert inspect.getsource(made.double).startswith("def double")
+    Path(made.__file__).unlink()
+    assert inspect.getsource(made.double).startswith("def double")
+    linecache.clearcache()
+    assert inspect.getsource(made.double).startswith("def double")
+
+
+def test_triton_takes_a_kernel_of_the_module():
+    text = (
+        "import triton\nimport triton.language as tl\n\n\n"
+        "@triton.jit\ndef store_one(target):\n    tl.store(target, 1)\n"
+    )
+    made = cache.module("store", text, PARTS)
+    assert "tl.store(target, 1)" in made.store_one.src
+
+
+def test_no_bytecode_is_left(folder):
+    cache.module("causal", TEXT, PARTS)
+    assert not list(folder.rglob("*.pyc"))
+
+
+def test_code_that_fails_is_not_left_half_imported():
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            cache.module("broken", "1 / 0\n", PARTS)
+    assert not [name for name in sys.modules if name.startswith("flashgen_generated.broken")]
+
+
+def test_print_code_prints_what_is_loaded_once(monkeypatch, capsys):
+    monkeypatch.setenv("FLASHGEN_PRINT_CODE", "1")
+    made = cache.module("causal", TEXT, PARTS)
+    cache.module("causal", TEXT, PARTS)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"# {made.__file__}\n{Path(made.__file__).read_text()}\n"
+
+
+def test_nothing_is_printed_unasked(capsys):
+    cache.module("causal", TEXT, PARTS)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_override_of_the_folder_holds(tmp_path):
+    with config.override(cache_dir=tmp_path / "elsewhere"):
+        made = cache.module("causal", TEXT, PARTS)
+    assert Path(made.__file__).is_relative_to(tmp_path / "elsewhere")
+
+
+# Damage
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def edit(path):
+    rename_value(path, 8)
+
+
+def edit_keeping_time_and_size(path):
+    status = path.stat()
+    rename_value(path, 8)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def make_binary(path):
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+def forge_the_parts(path):
+    path.write_text(path.read_text().replace("2.13.0", "2.14.0"))
+
+
+DAMAGES = [cut_short, empty, edit, edit_keeping_time_and_size, make_binary, forge_the_parts]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_written_again(damage, caplog):
+    path = write()
+    whole = path.read_bytes()
+    damage(path)
+    assert cache.module("causal", TEXT, PARTS).VALUE == 7
+    assert path.read_bytes() == whole
+    assert "written again" in caplog.text
+    assert str(path) in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_loaded(damage):
+    path = write()
+    damage(path)
+    with pytest.raises(FlashgenError, match="cut short or edited"):
+        cache.load(path)
+
+
+def test_a_file_of_another_kernel_under_this_name_is_not_taken(caplog):
+    """As it would be if two keys agreed in the eight digits that file names have."""
+    other = write(text=TEXT.replace("7", "8"))
+    other.rename(write())
+    assert cache.module("causal", TEXT, PARTS).VALUE == 7
+    assert "written again" in caplog.text
+
+
+def test_an_intact_file_is_not_reported(caplog):
+    write()
+    cache.module("causal", TEXT, PARTS)
+    assert caplog.text == ""
+
+
+def test_a_header_can_be_annotated():
+    path = write()
+    path.write_text("# a note of mine\n" + path.read_text())
+    cache.module("causal", TEXT, PARTS)
+    assert path.read_text().startswith("# a note of mine\n")
+
+
+def test_a_file_that_vanishes_between_writing_and_loading_is_written_again(monkeypatch):
+    load, vanished = cache._load, []
+
+    def clear_once(path, key):
+        if not vanished:
+            vanished.append(path)
+            path.unlink()
+        return load(path, key)
+
+    monkeypatch.setattr(cache, "_load", clear_once)
+    assert cache.module("causal", TEXT, PARTS).VALUE == 7
+    assert vanished
+
+
+def test_a_file_that_always_vanishes_is_an_error(monkeypatch):
+    load = cache._load
+
+    def clear(path, key):
+        path.unlink()
+        return load(path, key)
+
+    monkeypatch.setattr(cache, "_load", clear)
+    with pytest.raises(FlashgenError, match="FLASHGEN_CACHE_DIR"):
+        cache.module("causal", TEXT, PARTS)
+
+
+# Folders that can't be used
+
+
+def assert_falls_back(caplog, refused, reason=""):
+    """Two kernels load from one private folder, with one warning that says why and what to do."""
+    paths = [
+        Path(cache.module(name, TEXT, PARTS).__file__) for name in ("causal", "window", "causal")
+    ]
+    assert not any(path.is_relative_to(refused) for path in paths)
+    assert len({path.parent for path in paths}) == 1
+    assert paths[0].parent.parent.stat().st_mode & 0o777 == 0o700
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for part in (str(refused), reason, str(paths[0].parent.parent), "FLASHGEN_CACHE_DIR"):
+        assert part in record.getMessage()
+
+
+NUMBERS = (
+    errno.ENOSPC,
+    errno.EROFS,
+    errno.EDQUOT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOLCK,
+)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("where", ["mkdir", "replace", "open"])
+def test_an_error_of_the_disk_falls_back(where, number, folder, monkeypatch, caplog):
+    def fails_inside(original):
+        def operation(path, *args, **kwargs):
+            if str(path).startswith(str(folder)):
+                raise OSError(number, os.strerror(number), str(path))
+            return original(path, *args, **kwargs)
+
+        return operation
+
+    if where == "open":
+        # Below tempfile and filelock both.
+        monkeypatch.setattr(os, "open", fails_inside(os.open))
+    else:
+        monkeypatch.setattr(Path, where, fails_inside(getattr(Path, where)))
+    assert_falls_back(caplog, folder, os.strerror(number))
+
+
+def test_a_full_disk_leaves_no_temporary_file(folder, monkeypatch):
+    def fail(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(FlashgenError, match="neither"):
+            write()
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_file_in_place_of_the_folder_falls_back(folder, caplog):
+    folder.parent.write_text("in the way")
+    assert_falls_back(caplog, folder)
+    assert folder.parent.read_text() == "in the way"
+
+
+def test_a_folder_in_place_of_the_file_falls_back(folder, caplog):
+    path = folder / f"causal_{cache.key_of(TEXT, PARTS)[:8]}.py"
+    path.mkdir(parents=True)
+    made = cache.module("causal", TEXT, PARTS)
+    assert not Path(made.__file__).is_relative_to(folder)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_folder_that_nobody_can_make_falls_back(monkeypatch, caplog):
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", "/proc/flashgen")
+    assert_falls_back(caplog, Path("/proc/flashgen"))
+
+
+@pytest.mark.parametrize("level", ["parent", "itself"])
+def test_a_folder_that_everyone_can_write_falls_back(level, folder, caplog):
+    folder.mkdir(parents=True)
+    (folder.parent if level == "parent" else folder).chmod(0o777)
+    assert_falls_back(caplog, folder, "can be written by everyone")
+
+
+@pytest.mark.parametrize("level", ["parent", "itself"])
+def test_a_folder_of_another_user_falls_back(level, folder, monkeypatch, caplog):
+    folder.mkdir(parents=True, mode=0o700)
+    theirs = folder.parent if level == "parent" else folder
+    stat = Path.stat
+
+    def owned_by_another(self, **kwargs):
+        status = list(stat(self, **kwargs))
+        if self == theirs:
+            status[4] = os.geteuid() + 1234
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "stat", owned_by_another)
+    assert_falls_back(caplog, folder, "belongs to another user")
+
+
+def test_a_file_in_a_folder_that_became_read_only_is_used(folder, monkeypatch, caplog):
+    path = write()
+
+    def read_only(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache, "FileLock", read_only)
+    assert cache.module("causal", TEXT, PARTS).__file__ == str(path)
+    assert caplog.text == ""
+
+
+def test_a_file_system_without_locks_falls_back(folder, monkeypatch, caplog):
+    lock = cache.FileLock
+
+    def no_locks(path, **kwargs):
+        if Path(path).is_relative_to(folder):
+            raise NotImplementedError("no flock here")
+        return lock(path, **kwargs)
+
+    monkeypatch.setattr(cache, "FileLock", no_locks)
+    assert_falls_back(caplog, folder, "no flock here")
+
+
+def test_nowhere_to_write_is_an_error_that_names_both_reasons(monkeypatch):
+    def fail(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(FlashgenError, match=r"(?s)No space.*No space.*FLASHGEN_CACHE_DIR"):
+        write()
+
+
+WRITE_PRIVATELY = f"""
+from flashgen import cache
+made = cache.module("causal", {TEXT!r}, {PARTS!r})
+print(made.__file__, made.VALUE)
+"""
+
+
+def test_the_private_folder_goes_with_the_process(tmp_path):
+    (tmp_path / "kernels").write_text("in the way")
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_PRIVATELY], capture_output=True, text=True, check=True
+    )
+    file, value = done.stdout.split()
+    assert value == "7"
+    assert not Path(file).parent.parent.exists()
+    assert done.stderr.count("can't be used") == 1
+
+
+# Many at once
+
+TOGETHER = f"""
+import sys, time
+from flashgen import cache
+time.sleep(max(0.0, float(sys.argv[1]) - time.time()))
+for turn in range(3):
+    made = cache.module(f"causal_{{turn}}", {TEXT!r}, {PARTS!r})
+    print(made.__file__, made.VALUE)
+"""
+
+
+def run_together(count, wait):
+    """Start `count` processes that all write the same three kernels at the same moment."""
+    start = str(time.time() + wait)
+    command = [sys.executable, "-c", TOGETHER, start]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **options) for _ in range(count)]
+    return [(*process.communicate(timeout=300), process.returncode) for process in running]
+
+
+@pytest.mark.parametrize(
+    ("count", "wait"), [(16, 3.0), pytest.param(100, 20.0, marks=pytest.mark.slow)]
+)
+def test_processes_write_at_once(count, wait, folder):
+    outcomes = run_together(count, wait)
+    assert len(outcomes) == count
+    assert {(err, code) for _, err, code in outcomes} == {("", 0)}
+    files = sorted(folder.glob("causal_*.py"))
+    assert len(files) == 3
+    assert {out for out, _, _ in outcomes} == {"".join(f"{path} 7\n" for path in files)}
+    assert {path.name for path in folder.iterdir()} == {".lock", *(path.name for path in files)}
+
+
+def test_a_writer_that_waited_for_the_lock_keeps_the_file_it_then_finds(
+    folder, tmp_path, monkeypatch
+):
+    with config.override(cache_dir=tmp_path / "winner"):
+        whole = write().read_bytes()
+    path = folder / f"causal_{cache.key_of(TEXT, PARTS)[:8]}.py"
+    folder.mkdir(parents=True)
+    waiting, lock = threading.Event(), cache.FileLock
+
+    def announced(*args, **kwargs):
+        waiting.set()
+        return lock(*args, **kwargs)
+
+    monkeypatch.setattr(cache, "FileLock", announced)
+    writer = threading.Thread(target=write)
+    with lock(folder / ".lock"):
+        writer.start()
+        assert waiting.wait(10)
+        path.write_bytes(whole)
+        inode = path.stat().st_ino
+    writer.join(10)
+    assert not writer.is_alive()
+    assert path.stat().st_ino == inode
+
+
+def test_threads_get_one_module(monkeypatch):
+    count, barrier, made = 16, threading.Barrier(16), []
+    imports, original = [], cache._import
+
+    def counted(path, text):
+        imports.append(path)
+        return original(path, text)
+
+    monkeypatch.setattr(cache, "_import", counted)
+
+    def generate():
+        barrier.wait()
+        made.append(cache.module("causal", TEXT, PARTS))
+
+    threads = [threading.Thread(target=generate) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == count
+    assert len(set(map(id, made))) == 1
+    assert len(imports) == 1
+
+
+# Looking and clearing
+
+
+def test_entries_are_the_files_of_the_cache(folder):
+    paths = sorted([write("causal"), write("window"), write("causal", "VALUE = 1\n")])
+    found = cache.entries()
+    assert [entry.path for entry in found] == paths
+    entry = next(entry for entry in found if entry.path == write("window"))
+    assert (entry.name, entry.version) == ("window", flashgen.__version__)
+    assert entry.key == cache.key_of(TEXT, PARTS)
+    assert entry.size == entry.path.stat().st_size
+    assert entry.mtime == entry.path.stat().st_mtime
+
+
+def test_an_empty_or_missing_cache_has_no_entries(folder):
+    assert cache.entries() == []
+    assert cache.clear() == 0
+    assert not folder.parent.exists()
+
+
+def test_clear_deletes_what_it_generated_and_nothing_else(folder):
+    damaged = write("damaged")
+    edit(damaged)
+    old = folder.parent / "0.0.1" / write("old").name
+    old.parent.mkdir()
+    write("old").rename(old)
+    strangers = [folder / "notes.py", folder / "mine_01234567.py", folder.parent / "x.py"]
+    for stranger in strangers:
+        stranger.write_text("VALUE = 1\n")
+    write("causal")
+    assert cache.clear() == 3
+    assert cache.entries() == []
+    assert all(stranger.exists() for stranger in strangers)
+
+
+def test_a_module_is_written_again_after_clear():
+    first = cache.module("causal", TEXT, PARTS)
+    assert cache.clear() == 1
+    assert first.double(2) == 4
+    again = cache.module("causal", TEXT, PARTS)
+    assert again is first
+    assert Path(again.__file__).exists()
