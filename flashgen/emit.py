@@ -192,8 +192,10 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         line.partition(" = ")[0] for part in mask.statements for line in part
     )
     score = lower_for(spec.score, spec, variant, template, assigned)
-    inside = "(kv_idx < kv_len)"
-    keep = f"{inside} & ({mask.results[0]})" if mask.results else inside
+    # Shaped like the keys at least, so that it can be selected by key.
+    keep = mask.results[0] if mask.results else "kv_idx >= 0"
+    if spec.mask is not None and "kv_idx" not in leaves(spec.mask, "index"):
+        keep = f"(kv_idx >= 0) & ({keep})"
     arguments = _attention_arguments(spec, variant, template)
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     text = environment().get_template(template).render(
@@ -226,8 +228,10 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
 
 
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.
-_DERIVED = ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles")
-_CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "FLOAT", "PRECISION")
+_DERIVED = (
+    "b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"
+)  # fmt: skip
+_CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
 _UNUSED = ("counts", "sinks_ptr", "masked_width", "full_width", "heads", "group", "kv_lens_ptr")
 
 

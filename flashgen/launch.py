@@ -205,6 +205,7 @@ def constants_of(
         "TILE_M": block_size[0],
         "TILE_N": block_size[1],
         "ALIGN": alignment(aligned),
+        "OFFSET": tl.int32 if all(256 * s < 2**31 for t in aligned for s in t.stride()) else tl.int64,
         "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "PRECISION": precision_of(q.dtype),
     }

@@ -135,9 +135,9 @@ def compact(
     batch, heads, q_tiles, kv_tiles = states.shape
     rows, tiles = (kv_tiles, q_tiles) if by_key else (q_tiles, kv_tiles)
     shape = (batch, heads, rows)
-    counts = torch.empty((*shape, 2), dtype=torch.int32, device=states.device)
+    counts = torch.empty((*shape, 3), dtype=torch.int32, device=states.device)
     masked, full = (
-        torch.empty((*shape, capacity + 2, 2), dtype=torch.int32, device=states.device)
+        torch.empty((*shape, capacity + 3, 2), dtype=torch.int32, device=states.device)
         for _ in range(2)
     )
     steps = (kv_tiles, 1) if by_key else (1, kv_tiles)
@@ -146,7 +146,7 @@ def compact(
         "step": steps[0], "row_step": steps[1], "grid_step": q_tiles * kv_tiles,
         "rows": rows, "tiles": tiles, "heads": heads, "kv_len": kv_len,
         "kv_lens_ptr": states if kv_lens is None else kv_lens,
-        "masked_width": capacity + 2, "full_width": capacity + 2,
+        "masked_width": capacity + 3, "full_width": capacity + 3,
     }  # fmt: skip
     constants = {
         "HAS_LENS": kv_lens is not None,

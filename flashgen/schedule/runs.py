@@ -15,10 +15,11 @@ from .classify import FULL, PARTIAL
 class Runs:
     """Runs of tiles along each row, int32, on the device.
 
-    `counts` [B|1, H|1, rows, 2]: how many tiles are masked, and how many are full.
-    `masked`, `full` [B|1, H|1, rows, R + 2, 2]: (first, past the last) tile of each run,
-    ascending, zeros after the last run (a kernel reads one run ahead). Masked are the PARTIAL tiles, and a FULL one at the
-    ragged end of the keys."""
+    `counts` [B|1, H|1, rows, 3]: how many tiles are masked, how many are full, and whether the
+    ragged tile, which sticks out of the keys' length, is visited (it is in neither list).
+    `masked`, `full` [B|1, H|1, rows, R, 2]: (first, past the last) tile of each run, ascending,
+    then zeros (a kernel reads two runs ahead).
+    Along columns (rows are key tiles) all visited tiles of a ragged row are masked."""
 
     counts: torch.Tensor
     masked: torch.Tensor
@@ -66,15 +67,20 @@ def _is_affine_in_key(expr: Expr) -> bool:
     return expr.op in ("add", "sub", "neg") and all(map(_is_affine_in_key, expr.args))
 
 
-def compact(states: torch.Tensor, ragged: torch.Tensor | None) -> Runs:
+def compact(states: torch.Tensor, ragged: torch.Tensor | None, by_key: bool = False) -> Runs:
     """Turn states [B|1, H|1, rows, tiles] into runs.
 
-    `ragged` (bool, broadcasting to states) marks tiles that stick out of the keys' length."""
+    `ragged` (bool, broadcasting to states) marks tiles that stick out of the keys' length;
+    `by_key`: the rows are key tiles."""
     full = states == FULL
     masked = states == PARTIAL
-    if ragged is not None:
+    apart = torch.zeros_like(full)
+    if ragged is not None and by_key:
         masked, full = masked | (full & ragged), full & ~ragged
-    counts = torch.stack([masked.sum(-1), full.sum(-1)], dim=-1).to(torch.int32)
+    elif ragged is not None:
+        apart = (states != 0) & ragged
+        masked, full = masked & ~ragged, full & ~ragged
+    counts = torch.stack([x.sum(-1) for x in (masked, full, apart)], dim=-1).to(torch.int32)
     return Runs(counts, _runs_of(masked), _runs_of(full))
 
 
@@ -84,7 +90,7 @@ def _runs_of(members: torch.Tensor) -> torch.Tensor:
     starts = padded[..., 1:] & ~padded[..., :-1]
     ends = padded[..., :-1] & ~padded[..., 1:]
     most = int(starts.sum(-1).max()) if starts.numel() else 0
-    runs = torch.zeros((*members.shape[:-1], most + 2, 2), dtype=torch.int32, device=members.device)
+    runs = torch.zeros((*members.shape[:-1], most + 3, 2), dtype=torch.int32, device=members.device)
     for column, marks in enumerate((starts, ends)):
         where = marks.nonzero(as_tuple=True)
         rank = marks.cumsum(-1)[where] - 1

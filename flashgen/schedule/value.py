@@ -61,7 +61,7 @@ class Schedule:
             lens, size = self.kv_lens, self.block_size[1]
             return compact_on_device(self.states, self.kv_len, lens, size, capacity, by_key=True)
         ragged = None if self._ragged is None else self._ragged.mT
-        return compact(self.states.mT, ragged)
+        return compact(self.states.mT, ragged, by_key=True)
 
     @property
     def _ragged(self) -> torch.Tensor | None:
