@@ -17,8 +17,8 @@ def from_block_mask(block_mask: Any, *, blocks: bool | None = None) -> Any:
     Of one that `create_block_mask` made, only the mask function matters: `mask_mod`, as
     FlexAttention calls it, `q_idx` counted from the first query. Where there are as many queries
     as keys that is the position; where not, pass `q_offset=0` to the call, as FlexAttention
-    means it. What is attended to follows the tensors of the call: the lengths in the BlockMask
-    (`seq_lengths`) aren't needed, and a longer mask is cropped.
+    means it (without, the call is refused). What is attended to follows the tensors of the call:
+    the lengths in the BlockMask (`seq_lengths`) aren't needed, and a longer mask is cropped.
 
     A BlockMask that was put together from lists of blocks (`from_kv_blocks`) also hides what its
     lists leave out. `blocks=True` takes the lists into account: full blocks are seen whole,
@@ -43,7 +43,17 @@ def from_block_mask(block_mask: Any, *, blocks: bool | None = None) -> Any:
         )
     if blocks is None:
         blocks = name == "noop_mask"
-    return _by_blocks(block_mask, mask_mod, name) if blocks else fg.mask(mask_mod)
+    return _by_blocks(block_mask, mask_mod, name) if blocks else _by_rows(mask_mod, name)
+
+
+def _by_rows(mask_mod: Any, name: str) -> Any:
+    """By position whatever its parameters are called: so flashgen knows that it counts rows."""
+
+    def flex(b, h, row, column):  # type: ignore[no-untyped-def]
+        return mask_mod(b, h, row, column)
+
+    flex.__name__ = name or "mask_mod"
+    return fg.mask(flex)
 
 
 def _by_blocks(block_mask: Any, mask_mod: Any, name: str) -> Any:
@@ -52,16 +62,19 @@ def _by_blocks(block_mask: Any, mask_mod: Any, name: str) -> Any:
     partial = _table(block_mask.kv_num_blocks, block_mask.kv_indices, columns)
     sizes = {"q_block": q_block, "kv_block": kv_block}
     # Composed even with noop_mask: it says that rows count from the first query.
-    seen = block_sparse(blocks=partial, **sizes) & fg.mask(mask_mod)
+    rows = _by_rows(mask_mod, name)
+    seen = block_sparse(blocks=partial, **sizes) & rows
     if block_mask.full_kv_num_blocks is None:
         return seen
     full = _table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
     if name == "noop_mask":
-        return block_sparse(blocks=partial | full, **sizes) & fg.mask(mask_mod)
+        return block_sparse(blocks=partial | full, **sizes) & rows
     return seen | block_sparse(blocks=full, **sizes)
 
 
 def _table(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
     place = torch.arange(indices.shape[-1], device=indices.device)
     chosen = torch.where(place < counts[..., None], indices, -1)
-    return blocks_from_indices(chosen, columns)[(None,) * (4 - chosen.ndim)]
+    table = blocks_from_indices(chosen, columns)[(None,) * (4 - chosen.ndim)]
+    # Positions behind the BlockMask are held at its end: an empty row and column.
+    return torch.nn.functional.pad(table, (0, 1, 0, 1))
