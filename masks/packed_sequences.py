@@ -13,26 +13,16 @@ from .checks import at_least
 from .rows import row_of
 
 
-def _places(
-    q_idx: Any,
-    kv_idx: Any,
-    q_len: Any,
-    kv_len: Any,
-    sequence: Any,
-    q_start: Any,
-    kv_start: Any,
-    diagonal: Any,
-) -> tuple[Any, Any]:
-    """The key on the query's diagonal, and the key, both counted inside the query's sequence."""
-    row = row_of(q_idx, q_len, kv_len)
+def _inside(row: Any, kv_idx: Any, sequence: Any, kv_start: Any, kv_size: Any) -> Any:
+    """Whether a key belongs to the row's sequence."""
     s = sequence[row]
-    return row - q_start[s] + diagonal[s], kv_idx - kv_start[s]
-
-
-def _inside(q_idx: Any, kv_idx: Any, q_len: Any, kv_len: Any, sequence: Any, *keys: Any) -> Any:
-    kv_start, kv_size = keys
-    s = sequence[row_of(q_idx, q_len, kv_len)]
     return (kv_start[s] <= kv_idx) & (kv_idx < kv_start[s] + kv_size[s])
+
+
+def _diagonal_key(row: Any, sequence: Any, q_start: Any, kv_start: Any, diagonal: Any) -> Any:
+    """The key on the row's diagonal: one number a row, so that tiles are bounded tightly."""
+    s = sequence[row]
+    return row - q_start[s] + diagonal[s] + kv_start[s]
 
 
 @fg.mask
@@ -70,7 +60,7 @@ def block_diagonal(
         ·······███
         ·······███
     """
-    return _inside(q_idx, kv_idx, q_len, kv_len, sequence, kv_start, kv_size)
+    return _inside(row_of(q_idx, q_len, kv_len), kv_idx, sequence, kv_start, kv_size)
 
 
 @fg.mask
@@ -107,9 +97,9 @@ def block_diagonal_causal(
         ·······██·
         ·······███
     """
-    keys = _inside(q_idx, kv_idx, q_len, kv_len, sequence, kv_start, kv_size)
-    i, j = _places(q_idx, kv_idx, q_len, kv_len, sequence, q_start, kv_start, diagonal)
-    return keys & (j <= i)
+    row = row_of(q_idx, q_len, kv_len)
+    own = _diagonal_key(row, sequence, q_start, kv_start, diagonal)
+    return _inside(row, kv_idx, sequence, kv_start, kv_size) & (kv_idx <= own)
 
 
 @fg.mask(check=at_least(window=0))
@@ -147,9 +137,10 @@ def block_diagonal_window(
         ·······██·
         ········██
     """
-    keys = _inside(q_idx, kv_idx, q_len, kv_len, sequence, kv_start, kv_size)
-    i, j = _places(q_idx, kv_idx, q_len, kv_len, sequence, q_start, kv_start, diagonal)
-    return keys & (j <= i) & (i - j < window)
+    row = row_of(q_idx, q_len, kv_len)
+    own = _diagonal_key(row, sequence, q_start, kv_start, diagonal)
+    near = (own - window < kv_idx) & (kv_idx <= own)
+    return _inside(row, kv_idx, sequence, kv_start, kv_size) & near
 
 
 @fg.mask(check=at_least(left=0, right=0))
@@ -189,9 +180,10 @@ def block_diagonal_local(
         ·······███
         ········██
     """
-    keys = _inside(q_idx, kv_idx, q_len, kv_len, sequence, kv_start, kv_size)
-    i, j = _places(q_idx, kv_idx, q_len, kv_len, sequence, q_start, kv_start, diagonal)
-    return keys & (i - left <= j) & (j <= i + right)
+    row = row_of(q_idx, q_len, kv_len)
+    own = _diagonal_key(row, sequence, q_start, kv_start, diagonal)
+    near = (own - left <= kv_idx) & (kv_idx <= own + right)
+    return _inside(row, kv_idx, sequence, kv_start, kv_size) & near
 
 
 Window = int | tuple[int, int] | None
