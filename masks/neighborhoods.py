@@ -13,12 +13,13 @@ def _near(
     """One axis: whether coordinate `kv` is in the window of coordinate `q`."""
     length = (extent - q % dilation + dilation - 1) // dilation
     query, key = q // dilation, kv // dilation
-    group = query // stride * stride
+    leader = query
+    if stride > 1:
+        place = stride - 1 if causal else stride // 2
+        leader = fg.minimum(query // stride * stride + place, length - 1)
     if causal:
-        leader = fg.minimum(group + (stride - 1), length - 1)
         start, end = fg.maximum(leader - (kernel - 1), 0), query + 1
     else:
-        leader = fg.minimum(group + stride // 2, length - 1)
         start = fg.minimum(fg.maximum(leader - kernel // 2, 0), length - kernel)
         end = start + kernel
     return (q % dilation == kv % dilation) & (start <= key) & (key < end)
