@@ -12,9 +12,10 @@ from . import backends, launch
 from .call import Call, CallText, check
 from .errors import FlashgenError
 from .schedule import Planner, Schedule
-from .schedule.make import check_block_size, check_fits, make_schedule
+from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
+from .tiling import choose
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
@@ -198,9 +199,7 @@ class Attention:
         self, call: Call, block: tuple[int, int] | None, planner: Literal["auto", "bounds", "exact"]
     ) -> Schedule:
         if block is None:
-            target = launch.current_target(call.q.device)
-            tiling = launch.tiling_for(call.q, call.v.shape[-1], target)
-            block = (tiling.block_m, tiling.block_n)
+            block = self._block_size(call)
         key = _key(call, block, planner)
         if key is not None and key in self._kept:
             self._kept.move_to_end(key)
@@ -211,6 +210,13 @@ class Attention:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _block_size(self, call: Call) -> tuple[int, int]:
+        """The tile that the kernel works on."""
+        target = launch.current_target(call.q.device)
+        dims = (call.q.shape[-1], call.v.shape[-1])
+        tiling = choose(target, call.q.dtype, *dims, has_long_rows(call.bound, call.geometry))
+        return tiling.block_m, tiling.block_n
 
     def __reduce__(self) -> Any:
         return _restore, (self._program,)

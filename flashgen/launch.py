@@ -16,7 +16,7 @@ from .geometry import Geometry
 from .lower.widths import scalar_is_wide, size_name
 from .schedule import Schedule
 from .spec import Bound, Spec
-from .tiling import INTERPRETER, Target, Tiling, choose, inside, target_of
+from .tiling import INTERPRETER, Target, Tiling, choose_for, target_of
 
 LOG2E = 1.4426950408889634
 
@@ -42,11 +42,6 @@ def current_target(device: torch.device) -> Target:
     if device.type == "cpu":
         return INTERPRETER
     return _target_of_device(device.index if device.index is not None else 0)
-
-
-def tiling_for(q: torch.Tensor, v_head_dim: int, target: Target) -> Tiling:
-    """The blocks of the forward kernel on these inputs."""
-    return choose(target, q.dtype, q.shape[-1], v_head_dim)
 
 
 def variant_of(
@@ -185,7 +180,7 @@ def forward(
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
     kernel, generated = _kernel(bound.spec, variant, key_parts())
     target = current_target(q.device)
-    tiling = inside(tiling_for(q, v.shape[-1], target), schedule.block_size)
+    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
     constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
     blocks = math.ceil(geometry.q_len / tiling.block_m)
     programs = blocks * geometry.batch * geometry.heads

@@ -9,6 +9,7 @@ from .call import Call
 from .model import Cost
 from .schedule import Schedule
 from .show import explain_text
+from .tiling import choose_for
 
 LINES_SHOWN = 24
 
@@ -31,7 +32,8 @@ def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
     """Every stage of a call, from the spec to the kernel."""
     spec = call.bound.spec
     target = launch.current_target(call.q.device)
-    tiling = launch.tiling_for(call.q, call.v.shape[-1], target)
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    tiling = choose_for(target, call.q.dtype, *dims, schedule.block_size)
     sections = [
         ("spec", str(spec)),
         ("tile rule", str(tile_rule(spec.mask))),

@@ -41,10 +41,17 @@ INTERPRETER = Target("interpret", "cpu", 1 << 30)
 # (largest head dimension, candidates from best to smallest); the first that fits is taken.
 _HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
     "hopper": (
-        (64, (Tiling(128, 128, 4, 3), Tiling(128, 64, 4, 3))),
-        (128, (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 2))),
+        (64, (Tiling(128, 64, 4, 3),)),
+        (128, (Tiling(64, 64, 4, 3),)),
         (192, (Tiling(128, 64, 8, 2),)),
-        (256, (Tiling(128, 64, 8, 2), Tiling(64, 32, 4, 2))),
+        (256, (Tiling(128, 32, 8, 2),)),
+    ),
+    # Rows that reach back to the first key: larger tiles, which are cut too seldom to matter.
+    "hopper, long rows": (
+        (64, (Tiling(128, 64, 4, 3),)),
+        (128, (Tiling(128, 128, 8, 3),)),
+        (192, (Tiling(128, 64, 8, 2),)),
+        (256, (Tiling(128, 32, 8, 2),)),
     ),
     "ampere": (
         (64, (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2))),
@@ -58,17 +65,19 @@ _HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
     ),
 }
 _SINGLE = (
-    (64, (Tiling(64, 32, 4, 2), Tiling(32, 32, 4, 1))),
-    (128, (Tiling(32, 32, 4, 2), Tiling(32, 16, 4, 1))),
+    (64, (Tiling(32, 32, 8, 2), Tiling(32, 32, 4, 1))),
+    (128, (Tiling(32, 32, 8, 1), Tiling(32, 16, 4, 1))),
     (256, (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1))),
 )
 
 
-def choose(target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> Tiling:
-    """The blocks of the forward kernel."""
+def choose(
+    target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int, long_rows: bool = False
+) -> Tiling:
+    """The blocks of the forward kernel. `long_rows`: the last query sees the first key."""
     if target.backend == "interpret":
         return Tiling(64, 64, 4, 1)
-    table = _SINGLE if dtype.itemsize > 2 else _HALF[_family(target)]
+    table = _SINGLE if dtype.itemsize > 2 else _HALF[_family(target, long_rows)]
     widest = max(head_dim, v_head_dim)
     candidates = next(options for most, options in table if widest <= most)
     for tiling in candidates:
@@ -77,10 +86,27 @@ def choose(target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int) -
     return candidates[-1]
 
 
-def _family(target: Target) -> str:
+def choose_for(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: tuple[int, int],
+) -> Tiling:
+    """The blocks of the forward kernel on a schedule's tiles."""
+    for long_rows in (False, True):
+        tiling = choose(target, dtype, head_dim, v_head_dim, long_rows)
+        if (tiling.block_m, tiling.block_n) == block_size:
+            return tiling
+    return inside(choose(target, dtype, head_dim, v_head_dim), block_size)
+
+
+def _family(target: Target, long_rows: bool) -> str:
     if target.backend == "hip":
         return "hip"
-    return "hopper" if target.arch in ("90", "100", "103") else "ampere"
+    if target.arch not in ("90", "100", "103"):
+        return "ampere"
+    return "hopper, long rows" if long_rows else "hopper"
 
 
 def _shared_bytes(tiling: Tiling, itemsize: int, head_dim: int, v_head_dim: int) -> int:

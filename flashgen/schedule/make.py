@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import FlashgenError
+from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..spec import Bound
 from .classify import Planner, classify
@@ -42,6 +43,20 @@ def make_schedule(
         mask_scalars(bound),
         runs,
     )
+
+
+def has_long_rows(bound: Bound, geometry: Geometry) -> bool:
+    """Whether the last query sees the first key, as far as the host knows: no data, no waiting."""
+    spec = bound.spec
+    if spec.mask is None:
+        return True
+    if spec.mask_tensors or isinstance(geometry.offset, torch.Tensor):
+        return False
+    last = geometry.q_len - 1 + geometry.offset
+    values = {"q_idx": last, "q_len": geometry.q_len, "kv_len": geometry.kv_len}
+    names = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
+    index = {name: torch.tensor(values.get(name, 0)) for name in names}
+    return bool(evaluate(spec.mask, Env(index, dict(bound.scalars))))
 
 
 def mask_scalars(bound: Bound) -> tuple[tuple[str, Any], ...]:

@@ -106,15 +106,15 @@ class Leaf:
         return self._traces[key]
 
     def run_check(self, values: Mapping[str, Any], call: object) -> None:
-        """Run the mask's own check once all that it asks for is known. Raises FlashgenError."""
+        """Run the mask's own check, on values by the function's own names, once all that it asks
+        for is known. Raises FlashgenError."""
         if self.check is None:
             return
         wanted = inspect.signature(self.check).parameters
-        own = {p.name: self.public(p) for p in self.function.arguments}
-        if not all(own.get(name, name) in values for name in wanted):
+        if not all(name in values for name in wanted):
             return
         try:
-            self.check(**{name: values[own.get(name, name)] for name in wanted})
+            self.check(**{name: values[name] for name in wanted})
         except ValueError as error:
             if isinstance(error, FlashgenError):
                 raise

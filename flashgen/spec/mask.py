@@ -80,8 +80,7 @@ class Mask:
                 raise unknown_name(name, known, _call_text(self, data))
         bound = self._map(lambda leaf: leaf.bind(data))
         for leaf in bound.leaves:
-            values = {leaf.names.get(own, own): value for own, value in leaf.bound.items()}
-            leaf.run_check(values, _call_text(self, data))
+            leaf.run_check(leaf.bound, _call_text(self, data))
         return bound
 
     def _inside(self, *symbols: Any, **data: Any) -> Any:

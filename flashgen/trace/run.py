@@ -18,16 +18,21 @@ from .symbol import ScalarSymbol, Symbol, TensorSymbol, number
 
 @dataclass(frozen=True)
 class TensorType:
-    """What tracing must know of a tensor: the kind of its elements, and its rank."""
+    """What tracing must know of a tensor: the kind of its elements, its rank, and which
+    dimensions hold one value for every batch element or head."""
 
     kind: Kind
     ndim: int
+    single: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorType:
-        if tensor.dtype == torch.bool:
-            return TensorType("bool", tensor.ndim)
-        return TensorType("float" if tensor.dtype.is_floating_point else "int", tensor.ndim)
+    def of(tensor: torch.Tensor, broadcast: bool = False) -> TensorType:
+        """`broadcast`: note dimensions of size 1, which b, h and h_kv read at 0."""
+        kind: Kind = "float" if tensor.dtype.is_floating_point else "int"
+        single = [d for d, n in enumerate(tensor.shape) if n == 1] if broadcast else []
+        return TensorType(
+            "bool" if tensor.dtype == torch.bool else kind, tensor.ndim, frozenset(single)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Recorder:
             return ScalarSymbol(scalar(public, cast_kind(tensor)), self)
         if tensor.ndim == 0:
             return ScalarSymbol(load(public, tensor.kind, ()), self)
-        return TensorSymbol(public, tensor.kind, tensor.ndim, self)
+        return TensorSymbol(public, tensor.kind, tensor.ndim, self, single=tensor.single)
 
 
 def cast_kind(name: str) -> Kind:

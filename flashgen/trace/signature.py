@@ -128,12 +128,23 @@ def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Func
     parameters = list(inspect.signature(function).parameters.values())
     hints = _annotations(function, parameters)
     known = {"score", *INDEX_NAMES} if wants == "score" else set(INDEX_NAMES)
-    plain = [p for p in parameters if p.name not in hints and p.default is p.empty]
-    strangers = [p for p in plain if p.name not in known]
-    if strangers and len(plain) == (4 if wants == "mask" else 5):
-        return Function(function, tuple(_flex(plain, wants)), "flex")
+    required = [p for p in parameters if p.default is p.empty]
+    if len(required) == (4 if wants == "mask" else 5) and _is_positional(required, hints, known):
+        return Function(function, tuple(_flex(required, wants)), "flex")
     roles = tuple(_named(p, hints.get(p.name), known, function, wants) for p in parameters)
     return Function(function, roles, "named")
+
+
+def _is_positional(
+    required: list[inspect.Parameter], hints: dict[str, Any], known: set[str]
+) -> bool:
+    """FlexAttention's form: names of the author's own, and no annotation that gives them a role.
+
+    torch.Tensor is how its users annotate indices; it counts so only if every parameter has one."""
+    strangers = [p for p in required if p.name not in known]
+    all_annotated = all(p.annotation is not p.empty for p in required)
+    loose = {None, Any, *(["torch.Tensor"] if all_annotated else [])}
+    return bool(strangers) and all(hints.get(p.name) in loose for p in strangers)
 
 
 def _flex(plain: list[inspect.Parameter], wants: str) -> list[Parameter]:
@@ -157,7 +168,7 @@ def _named(
         return Parameter(name, "score" if name == "score" else "index")
     elif hint in ("int", "float", "bool"):
         return Parameter(name, "scalar", hint, default)
-    elif hint == "tensor":
+    elif hint in ("tensor", "torch.Tensor"):
         return Parameter(name, "tensor", "tensor", default)
     elif isinstance(hint, str) and hint.startswith("const "):
         return Parameter(name, "const", hint.removeprefix("const "), default)
@@ -179,7 +190,7 @@ def _named(
 def _annotations(
     function: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> dict[str, Any]:
-    """Parameter name to int, float, bool, tensor, `const int`, or the annotation itself.
+    """Parameter name to int, float, bool, tensor, torch.Tensor, `const int`, or what it is.
 
     Annotations of index symbols are ignored."""
     return {
@@ -201,8 +212,10 @@ def _annotation(annotation: Any, function: Callable[..., Any]) -> Any:
             return _annotation_text(text)
     if annotation in (int, float, bool):
         return annotation.__name__
-    if annotation is Tensor or getattr(annotation, "__name__", "") == "Tensor":
+    if annotation is Tensor:
         return "tensor"
+    if getattr(annotation, "__name__", "") == "Tensor":
+        return "torch.Tensor"
     if getattr(annotation, "__origin__", None) is Const:
         return f"const {annotation.__args__[0].__name__}"
     return annotation

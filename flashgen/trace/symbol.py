@@ -119,7 +119,7 @@ def _flat(values: Any) -> list[Any]:
 class TensorSymbol(Symbol):
     """A tensor parameter, read by indexing; only what is fully indexed is a number."""
 
-    __slots__ = ("_kind", "_ndim", "indices", "name")
+    __slots__ = ("_kind", "_ndim", "_single", "indices", "name")
 
     def __init__(
         self,
@@ -128,8 +128,10 @@ class TensorSymbol(Symbol):
         ndim: int,
         recorder: Recorder,
         indices: tuple[Expr, ...] = (),
+        single: frozenset[int] = frozenset(),
     ) -> None:
         self.name, self._kind, self._ndim, self.indices = name, kind, ndim, indices
+        self._single = single
         self.recorder = recorder
 
     @property
@@ -169,9 +171,10 @@ class TensorSymbol(Symbol):
                 f"{len(self.indices) + len(positions)}",
                 "one index for each dimension",
             )
-        indices = tuple(_position(self, p) for p in positions)
+        first = len(self.indices)
+        indices = tuple(_position(self, p, first + i) for i, p in enumerate(positions))
         partial = TensorSymbol(
-            self.name, self._kind, self._ndim, self.recorder, self.indices + indices
+            self.name, self._kind, self._ndim, self.recorder, self.indices + indices, self._single
         )
         return partial if partial.ndim else Symbol(partial.expr, self.recorder)
 
@@ -194,7 +197,7 @@ class ScalarSymbol(Symbol):
         return hash(self.expr)
 
 
-def _position(tensor: TensorSymbol, position: Any) -> Expr:
+def _position(tensor: TensorSymbol, position: Any, dim: int) -> Expr:
     if isinstance(position, slice) or position is None or position is Ellipsis:
         reject(
             f"{tensor.name} is indexed by a slice, None or ..., and a symbol reads one element",
@@ -208,7 +211,9 @@ def _position(tensor: TensorSymbol, position: Any) -> Expr:
         )
     # Python's negative constants count from the end; those of symbols clamp.
     if expr.is_const and expr.attr < 0:
-        return make("add", Expr("size", "int", (), (tensor.name, len(tensor.indices))), expr)
+        return make("add", Expr("size", "int", (), (tensor.name, dim)), expr)
+    if dim in tensor._single and expr.op == "index" and expr.attr in ("b", "h", "h_kv"):
+        return const(0)
     return expr
 
 
