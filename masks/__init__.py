@@ -33,12 +33,11 @@ from .packed_sequences import (
     block_diagonal_causal,
     block_diagonal_local,
     block_diagonal_window,
-    from_cu_seqlens,
-    from_seqlens,
 )
 from .paddings import left_padding, padding
 from .prefix_documents import prefix_document
 from .prefixes import prefix_lm
+from .sequence_lengths import from_cu_seqlens, from_seqlens
 from .shared_prefixes import shared_prefix
 from .shared_questions import shared_question
 from .sliding_tiles import sliding_tile_2d, sliding_tile_3d

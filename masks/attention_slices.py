@@ -57,7 +57,11 @@ Ranges = Sequence[Sequence[int]] | torch.Tensor
 
 
 def from_slices(
-    q_ranges: Ranges, k_ranges: Ranges, mask_types: Sequence[int] | torch.Tensor | None = None
+    q_ranges: Ranges,
+    k_ranges: Ranges,
+    mask_types: Sequence[int] | torch.Tensor | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> Any:
     """The mask of MagiAttention's slices: the union of rectangles, which must not overlap.
 
@@ -68,7 +72,8 @@ def from_slices(
     two slices would be counted twice by a merge, so it is refused. A row in no slice sees no key.
 
     The list is read on the host (a tensor on a device is copied there first) and becomes tables
-    of the ranges each row sees; memory is rows x (most ranges of a row).
+    of the ranges each row sees, on `device`, or where `q_ranges` lies; memory is rows x (most
+    ranges of a row).
     Raises FlashgenError for ranges or types that make no sense, and for overlap."""
     call = f"from_slices({_count(q_ranges)} slices)"
     q, k = _ranges("q_ranges", q_ranges, call), _ranges("k_ranges", k_ranges, call)
@@ -88,7 +93,10 @@ def from_slices(
     owner, row, start, end = _row_ranges(q, k, types)
     _refuse_overlap(owner, row, start, end, call)
     row, start, end = _joined(row, start, end)
-    first, last = _tables(row, start, end, int(q[:, 1].max()) if len(q) else 0)
+    tables = _tables(row, start, end, int(q[:, 1].max()) if len(q) else 0)
+    if device is None and isinstance(q_ranges, torch.Tensor):
+        device = q_ranges.device
+    first, last = (table.to(device) for table in tables)
     return slices(first=first, last=last, runs=first.shape[0])
 
 

@@ -9,7 +9,7 @@ import flashgen as fg
 
 from .causality import bottom_right, top_left
 from .local_windows import local
-from .packed_sequences import from_seqlens
+from .sequence_lengths import from_seqlens
 from .sliding_windows import sliding_window
 
 SIMPLE: dict[str, Any] = {
@@ -68,6 +68,7 @@ def _block_diagonal(bias: Any, name: str) -> Any:
         causal="Causal" in name,
         window=window,
         top_left=name in TOP_LEFT,
+        device=bias.q_seqinfo.seqstart.device,
     )
 
 

@@ -7,9 +7,11 @@ import importlib
 import pickle
 import pkgutil
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES
 
 import flashgen as fg
 from flashgen import masks
@@ -114,3 +116,12 @@ def test_values_that_make_no_sense(call, problem: str) -> None:
     with pytest.raises(fg.FlashgenError, match=problem) as error:
         call()
     assert "(" in str(error.value)
+
+
+def test_every_name_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "masks.md").read_text(encoding="utf-8")
+    assert [name for name in masks.__all__ if f"`{name}" not in text and name != "EXAMPLES"] == []
+    cases = {case.id for case in CASES}
+    coverage = text.partition("## Coverage")[2]
+    named = {n.replace("\\|", "|") for n in re.findall(r"`(from_seqlens-[a-z_-]+)`", coverage)}
+    assert named <= cases
