@@ -56,6 +56,11 @@ def pytest_report_header() -> str:
     return f"seed: {os.environ[SEED_VARIABLE]} (set {SEED_VARIABLE} to change it)"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+
+
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seeds random and torch; each test has its own seed, whatever runs before it."""

@@ -127,6 +127,11 @@ def test_every_setting_is_listed():
     assert all(setting.meaning for setting in config.settings())
 
 
+def test_every_setting_is_documented():
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    assert [s.variable for s in config.settings() if f"`{s.variable}`" not in text] == []
+
+
 def test_fg_config_is_the_object_in_any_order_of_imports():
     assert flashgen.config is config
     code = "import flashgen.config; from flashgen.config import config; import flashgen as f; "
