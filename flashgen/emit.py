@@ -13,7 +13,7 @@ import jinja2
 from . import __version__
 from .bounds import tile_rule
 from .expr import Expr, leaves
-from .lower import Lowered, lower
+from .lower import Lowered, isolate, lower
 from .lower.widths import size_name
 from .spec import Spec
 
@@ -187,7 +187,8 @@ def lower_for(
 def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
     """The portable forward kernel of a spec."""
     template = "forward.py.j2"
-    mask = lower_for(spec.mask, spec, variant, template, frozenset())
+    isolated = None if spec.mask is None else isolate(spec.mask)
+    mask = lower_for(isolated, spec, variant, template, frozenset())
     assigned = frozenset(
         line.partition(" = ")[0] for part in mask.statements for line in part
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .isolate import isolate
 from .statements import Lowered, Stage, lower
 from .widths import Widths
 
-__all__ = ["Lowered", "Stage", "Widths", "lower"]
+__all__ = ["Lowered", "Stage", "Widths", "isolate", "lower"]
