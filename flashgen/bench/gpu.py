@@ -1,0 +1,120 @@
+"""Beside FlexAttention (Triton) on a GPU: forward over ten masks, and what planning costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import api
+from ..errors import FlashgenError
+from .measure import Times
+from .table import Row, rows_of
+
+LENGTH, BATCH = 8192, 4
+SHAPES = ((128, 16), (64, 32))
+WINDOW, GLOBALS = 1024, 256
+
+
+def title() -> str:
+    """What was measured, and on what."""
+    import triton
+
+    return (
+        f"B={BATCH}, S={LENGTH}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"triton {triton.__version__}; schedules reused"
+    )
+
+
+def masks(length: int, device: torch.device) -> dict[str, Any]:
+    """Ten masks as FlexAttention functions; both sides get the very same ones."""
+    generator = torch.Generator().manual_seed(0)
+    documents = max(4, length // 1024)
+    cuts = torch.randperm(length - 1, generator=generator)[: documents - 1].sort().values + 1
+    edges = torch.cat([torch.zeros(1, dtype=torch.long), cuts, torch.tensor([length])])
+    positions = torch.arange(length)
+    ids = torch.bucketize(positions, edges[1:], right=True)
+    start, end = edges[ids].int().to(device), edges[ids + 1].int().to(device)
+    doc, here = ids.int().to(device), positions.int().to(device)
+    prefix = start + (end - start) // 3
+    answer = ((here - prefix).clamp(min=0) * 3 // (end - prefix).clamp(min=1)).int()
+    question = here < prefix
+    uniform = torch.rand(length, generator=generator).to(device)
+    evicted = (here + 1 + (uniform * (length - here)).int()).int()
+    third = length // 3
+    return {
+        "full": None,
+        "causal": lambda b, h, q, k: q >= k,
+        "sliding window": lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
+        "document": lambda b, h, q, k: doc[q] == doc[k],
+        "causal document": lambda b, h, q, k: (doc[q] == doc[k]) & (q >= k),
+        "prefix LM": lambda b, h, q, k: (k < third) | (q >= k),
+        "prefix document": lambda b, h, q, k: (doc[q] == doc[k]) & ((k < prefix[k]) | (q >= k)),
+        "global + window": lambda b, h, q, k: (q >= k) & ((q - k < WINDOW) | (k < GLOBALS)),
+        "shared question": lambda b, h, q, k: (
+            (doc[q] == doc[k]) & (q >= k) & (question[k] | (answer[q] == answer[k]))
+        ),
+        "random eviction": lambda b, h, q, k: (q >= k) & (q < evicted[k]),
+    }
+
+
+def run(rounds: int) -> list[Row]:
+    """Forward times, and backward times where flashgen has a backward."""
+    if not torch.cuda.is_available():
+        raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
+    rows = []
+    device = torch.device("cuda", torch.cuda.current_device())
+    for head_dim, heads in SHAPES:
+        shape = (BATCH, heads, LENGTH, head_dim)
+        tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        for name, mask in masks(LENGTH, device).items():
+            rows += rows_of(f"D={head_dim} {name}", _compare(mask, tensors, rounds))
+    return rows
+
+
+def summary(rows: list[Row]) -> str:
+    """The geometric mean of flashgen's ratios."""
+    ratios = [row.forward_ratio for row in rows if row.backend == "flashgen"]
+    return (
+        f"forward, geometric mean: {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
+    )
+
+
+def _compare(mask: Any, tensors: list[torch.Tensor], rounds: int) -> dict[str, Times]:
+    theirs, ours = flex_attention(mask, tensors), flashgen(mask, tensors)
+    torch.testing.assert_close(ours(*tensors), theirs(*tensors), rtol=2e-2, atol=2e-2)
+    times: dict[str, list[float]] = {"FlexAttention": [], "flashgen": []}
+    for _ in range(rounds):
+        times["FlexAttention"].append(milliseconds(lambda: theirs(*tensors)))
+        times["flashgen"].append(milliseconds(lambda: ours(*tensors)))
+    return {name: Times(statistics.median(t), None) for name, t in times.items()}
+
+
+def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
+    """FlexAttention compiled for static shapes, with its block mask made before."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    length, device = tensors[0].shape[2], tensors[0].device
+    block_mask = None
+    if mask is not None:
+        block_mask = create_block_mask(mask, 1, 1, length, length, device=str(device))
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
+
+
+def flashgen(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
+    """flashgen with its schedule made before."""
+    attend = api.Attention(mask=mask)
+    schedule = attend.schedule(*tensors)
+    return lambda q, k, v: attend(q, k, v, schedule=schedule)
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    """The median of many runs, timed by events, the cache flushed between them."""
+    from triton.testing import do_bench
+
+    return float(do_bench(work, warmup=10, rep=40, return_mode="median"))
