@@ -7,6 +7,7 @@ import inspect
 import linecache
 import os
 import pickle
+import py_compile
 import subprocess
 import sys
 import threading
@@ -173,9 +174,33 @@ def test_triton_takes_a_kernel_of_the_module():
     assert "tl.store(target, 1)" in made.store_one.src
 
 
-def test_no_bytecode_is_left(folder):
-    cache.module("causal", TEXT, PARTS)
+def test_bytecode_is_neither_left_nor_taken(folder, monkeypatch):
+    """It would be taken by the time and size of the file, which an edit can keep."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = write()
+    whole, status = path.read_bytes(), path.stat()
+    rename_value(path, 8)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    py_compile.compile(str(path), doraise=True)
+    (planted,) = folder.rglob("*.pyc")
+    path.write_bytes(whole)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert cache.module("causal", TEXT, PARTS).VALUE == 7
+    planted.unlink()
+    cache.module("window", TEXT, PARTS)
     assert not list(folder.rglob("*.pyc"))
+
+
+def test_a_path_may_be_relative(folder, monkeypatch):
+    path = write()
+    monkeypatch.chdir(folder)
+    assert cache.load(Path(path.name)) is cache.load(path)
+
+
+def test_a_key_in_the_given_header_is_not_taken_for_the_files():
+    path = write(text="# key: 0123\n# made for: []\n" + TEXT)
+    assert cache.load(path).VALUE == 7
+    assert cache.entries()[0].key == cache.key_of(TEXT, PARTS)
 
 
 def test_code_that_fails_is_not_left_half_imported():
@@ -277,18 +302,23 @@ def test_a_header_can_be_annotated():
     assert path.read_text().startswith("# a note of mine\n")
 
 
-def test_a_file_that_vanishes_between_writing_and_loading_is_written_again(monkeypatch):
-    load, vanished = cache._load, []
+def put_another_in_its_place(path):
+    write(text=TEXT.replace("7", "8")).replace(path)
 
-    def clear_once(path, key):
-        if not vanished:
-            vanished.append(path)
-            path.unlink()
+
+@pytest.mark.parametrize("interfere", [Path.unlink, edit, put_another_in_its_place])
+def test_a_file_that_changes_between_writing_and_loading_is_written_again(interfere, monkeypatch):
+    load, changed = cache._load, []
+
+    def interfere_once(path, key):
+        if not changed:
+            changed.append(path)
+            interfere(path)
         return load(path, key)
 
-    monkeypatch.setattr(cache, "_load", clear_once)
+    monkeypatch.setattr(cache, "_load", interfere_once)
     assert cache.module("causal", TEXT, PARTS).VALUE == 7
-    assert vanished
+    assert changed
 
 
 def test_a_file_that_always_vanishes_is_an_error(monkeypatch):
@@ -453,6 +483,14 @@ def test_the_private_folder_goes_with_the_process(tmp_path):
     assert value == "7"
     assert not Path(file).parent.parent.exists()
     assert done.stderr.count("can't be used") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_leaves_the_private_folder_to_its_parent(tmp_path):
+    (tmp_path / "kernels").write_text("in the way")
+    code = WRITE_PRIVATELY + "import os, sys\nif not os.fork(): sys.exit()\n"
+    code += "os.wait()\nassert os.path.exists(made.__file__)\n"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # Many at once

@@ -86,7 +86,8 @@ def fails(x):
 
 
 def fails_inside_a_lambda(x):
-    return (lambda y: y / 0)(x)  # the lambda
+    divide = lambda y: y / 0  # noqa: E731  # the lambda
+    return divide(x)
 
 
 def calls_a_helper(x):
@@ -109,7 +110,7 @@ def wrapper(x):
         (fails, "return y / 0  # the line"),
         (wrapper, "return y / 0  # the line"),
         (functools.partial(fails, 1), "return y / 0  # the line"),
-        (fails_inside_a_lambda, "return (lambda y: y / 0)(x)  # the lambda"),
+        (fails_inside_a_lambda, "divide = lambda y: y / 0  # noqa: E731  # the lambda"),
         (calls_a_helper, "return fails(x)  # the call"),
         (Callable(), "return x / 0  # the method"),
     ],
