@@ -94,4 +94,4 @@ format: $(READY)
 clean:
 	rm -rf $(VENV) $(VENV)-triton-* build dist flashgen.egg-info .hypothesis .mypy_cache \
 		.pytest_cache .ruff_cache
-	find flashgen masks templates tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
