@@ -97,23 +97,24 @@ def _wrapped(names: list[str], indent: int) -> str:
 
 
 @functools.cache
-def _identifiers(template: str) -> frozenset[str]:
-    """Every word of a template: names that a user's data must not take in the kernel."""
-    loader = environment().loader
-    assert loader is not None
-    sources = [loader.get_source(environment(), n)[0] for n in (template, "attention.j2")]
+def identifiers() -> frozenset[str]:
+    """Every word of the templates: names that a user's data must not take in a kernel."""
+    made = environment()
+    assert made.loader is not None
+    names = made.list_templates(extensions=["j2"])
+    sources = [made.loader.get_source(made, name)[0] for name in names]
     return frozenset(re.findall(r"[A-Za-z_]\w*", " ".join(sources)))
 
 
-def user_names(spec: Spec, template: str) -> dict[str, str]:
-    """How the kernel spells the user's scalars."""
-    used = _identifiers(template)
+def user_names(spec: Spec) -> dict[str, str]:
+    """How kernels spell the user's scalars."""
+    used = identifiers()
     return {s.name: f"{s.name}_" if s.name in used else s.name for s in spec.scalars}
 
 
-def data_arguments(spec: Spec, variant: Variant, template: str) -> list[str]:
+def data_arguments(spec: Spec, variant: Variant) -> list[str]:
     """The kernel's arguments for scalars and tensors, annotated so that values never specialise."""
-    spelled = user_names(spec, template)
+    spelled = user_names(spec)
     types = {"float": "tl.float32", "bool": "tl.int32"}
     arguments = [
         f"{spelled[s.name]}: "
@@ -138,7 +139,7 @@ _FIXED_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 
 
-def _attention_arguments(spec: Spec, variant: Variant, template: str) -> list[str]:
+def _attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     arguments = [*_FIXED_POINTERS, *(["sinks_ptr"] if spec.sinks else []), *_SCHEDULE]
     arguments += [f"{s}: tl.int64" for s in STRIDES]
     arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
@@ -152,7 +153,7 @@ def _attention_arguments(spec: Spec, variant: Variant, template: str) -> list[st
     scaled = spec.score is not None or spec.softcap
     arguments += [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
-    return arguments + data_arguments(spec, variant, template)
+    return arguments + data_arguments(spec, variant)
 
 
 def _is_pointer(argument: str) -> bool:
@@ -169,10 +170,10 @@ def _has_score(expr: Expr) -> bool:
 
 
 def lower_for(
-    expr: Expr | None, spec: Spec, variant: Variant, template: str, taken: frozenset[str]
+    expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]
 ) -> Lowered:
     """An expression's statements in the attention loop: (row block, tile)."""
-    names = {**INDEX_NAMES, "score": "s", **user_names(spec, template)}
+    names = {**INDEX_NAMES, "score": "s", **user_names(spec)}
     return lower(
         [expr] if expr is not None else [],
         stages=2,
@@ -180,7 +181,7 @@ def lower_for(
         names=names,
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
-        taken=taken | _identifiers(template) | frozenset(names.values()),
+        taken=taken | identifiers() | frozenset(names.values()),
     )
 
 
@@ -188,16 +189,16 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
     """The portable forward kernel of a spec."""
     template = "forward.py.j2"
     isolated = None if spec.mask is None else isolate(spec.mask)
-    mask = lower_for(isolated, spec, variant, template, frozenset())
+    mask = lower_for(isolated, spec, variant, frozenset())
     assigned = frozenset(
         line.partition(" = ")[0] for part in mask.statements for line in part
     )
-    score = lower_for(spec.score, spec, variant, template, assigned)
+    score = lower_for(spec.score, spec, variant, assigned)
     # Shaped like the keys at least, so that it can be selected by key.
     keep = mask.results[0] if mask.results else "kv_idx >= 0"
     if spec.mask is not None and "kv_idx" not in leaves(spec.mask, "index"):
         keep = f"(kv_idx >= 0) & ({keep})"
-    arguments = _attention_arguments(spec, variant, template)
+    arguments = _attention_arguments(spec, variant)
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     text = environment().get_template(template).render(
         header=header(spec, command),
@@ -216,6 +217,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         tile_lines=mask.statements[1],
         score_lines=score.statements[1],
         keep=keep,
+        has_mask=spec.mask is not None,
         score=score.results[0] if score.results else None,
         softcap=spec.softcap,
         sinks=spec.sinks,

@@ -67,7 +67,7 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
     rule = tile_rule(spec.mask)
     summaries = _summaries(rule, spec, variant)
     position = _position_arguments(variant)
-    data = data_arguments(spec, variant, TEMPLATE)
+    data = data_arguments(spec, variant)
     sides = tuple(_side(s, summaries, spec, variant, position, data) for s in ("q", "kv"))
     sides = tuple(side for side in sides if side.summaries)
     rules = _lower([rule.may, rule.must], spec, variant, _tiles(rule, summaries))
@@ -151,7 +151,7 @@ def _lower(exprs: list[Expr], spec: Spec, variant: Variant, tiles: dict[Expr, st
         exprs,
         stages=1,
         stage_of=lambda _: 0,
-        names={**INDEX_NAMES, **user_names(spec, TEMPLATE)},
+        names={**INDEX_NAMES, **user_names(spec)},
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
         tiles=tiles,

@@ -103,8 +103,9 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def data_values(bound: Bound) -> dict[str, Any]:
     """The kernel's arguments for a call's scalars and data."""
+    spelled = emit.user_names(bound.spec)
     values: dict[str, Any] = {
-        name: int(value) if isinstance(value, bool) else value
+        spelled[name]: int(value) if isinstance(value, bool) else value
         for name, value in bound.scalars.items()
     }
     for name, tensor in bound.tensors.items():
