@@ -1,0 +1,302 @@
+"""The text of the backward kernels: the score function's derivative, lowered beside the mask."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .differentiate import ZERO, Derivatives, differentiate
+from .emit import (
+    INDEX_NAMES,
+    Variant,
+    bare,
+    data_arguments,
+    environment,
+    header,
+    identifiers,
+    parts_of,
+    tidy,
+    user_names,
+)
+from .expr import Expr, const, leaves, make
+from .lower import Lowered, isolate, lower
+from .spec import Spec
+
+TEMPLATE = "backward.py.j2"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are computed: of q, k and v, and of data by name; whether the LSE has one."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    data: tuple[str, ...] = ()
+    lse: bool = False
+
+    @property
+    def by_query(self) -> bool:
+        """Whether the kernel along the keys runs."""
+        return self.q or bool(self.data)
+
+    @property
+    def by_key(self) -> bool:
+        """Whether the kernel along the queries runs."""
+        return self.k or self.v
+
+
+@dataclass(frozen=True)
+class Module:
+    """A generated module, and the arguments of its three kernels in order."""
+
+    name: str
+    text: str
+    prepare: tuple[str, ...]
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's arguments, and what Triton is told of them.
+
+    `inner` and `outer` are what its second pass may take: declared, and as given."""
+
+    arguments: tuple[str, ...]
+    strides: tuple[str, ...]
+    unspecialized: tuple[str, ...]
+    unaligned: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    outer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Math:
+    """Mask, score function and its derivative as statements of one kernel."""
+
+    row_lines: tuple[str, ...]
+    tile_lines: tuple[str, ...]
+    score_lines: tuple[str, ...]
+    slope_lines: tuple[str, ...]
+    keep: str
+    score: str
+    slope: str
+    helpers: frozenset[str]
+    terms: tuple[Term, ...] = ()
+
+
+@dataclass(frozen=True)
+class Term:
+    """The gradient of data where the score function reads it.
+
+    `axes`: along which of queries and keys the place in the data changes; `total` names the sum
+    that is kept over a row block where it doesn't change along the keys."""
+
+    name: str
+    value: str
+    offset: str
+    axes: str
+    total: str = ""
+
+
+def derivatives_of(spec: Spec) -> Derivatives:
+    """The score function's; a score that isn't changed has 1."""
+    if spec.score is None:
+        return Derivatives(const(1.0), ())
+    return differentiate(spec.score)
+
+
+def ignores_score(spec: Spec) -> bool:
+    """Whether queries and keys have no influence, so that their gradients are 0."""
+    return derivatives_of(spec).score == ZERO
+
+
+def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
+    """The backward kernels of a spec, as far as they are wanted."""
+    by_query = _math(spec, variant, wanted, "q")
+    by_key = _math(spec, variant, wanted, "kv")
+    prepare, queries, keys = _kernels(spec, variant, wanted)
+    helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
+    indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
+    text = environment().get_template(TEMPLATE).render(
+        header=header(spec, ""),
+        helpers=sorted(helpers),
+        grads=wanted,
+        prepare=prepare,
+        queries=queries,
+        keys=keys,
+        by_query=by_query,
+        by_key=by_key,
+        terms=by_query.terms,
+        row_lines=by_query.row_lines,
+        score=spec.score is not None,
+        softcap=spec.softcap,
+        head_dim=variant.head_dim,
+        v_head_dim=variant.v_head_dim,
+        q_parts=parts_of(variant.head_dim),
+        v_parts=parts_of(variant.v_head_dim),
+        kv_lens=variant.kv_lens,
+        offset=variant.offset,
+        uses_q_idx="q_idx" in indices,
+        used_in=_used_in,
+    )
+    name = f"{spec.slug}_d{variant.head_dim}" + (
+        f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
+    )
+    arguments = (tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys))
+    return Module(f"{name}_bwd", tidy(text), *arguments)
+
+
+def _used_in(names: tuple[str, ...], body: str) -> list[str]:
+    words = set(re.findall(r"\w+", body))
+    return [name for name in names if bare(name) in words]
+
+
+def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
+    """Statements for a kernel whose programs own a block of queries (`q`) or of keys (`kv`)."""
+    mask = _lower([] if spec.mask is None else [isolate(spec.mask)], spec, variant, block, [])
+    keep = mask.results[0] if mask.results else ""
+    if spec.score is None:
+        return Math(*mask.statements, (), (), keep, "", "1.0", mask.helpers)
+    found = derivatives_of(spec)
+    slope = const(1.0) if found.score == ZERO else found.score
+    reads = [(load, by) for load, by in found.loads if load.attr in wanted.data]
+    reads = reads if block == "q" else []
+    exprs = [spec.score, slope, *(x for load, by in reads for x in (by, _offset(load)))]
+    taken = [line.partition(" = ")[0] for part in mask.statements for line in part]
+    score = _lower(exprs, spec, variant, block, taken)
+    first, later = _split(score.statements[1], score.results[0])
+    text, slope_text, *rest = score.results
+    if not _reads_score(spec.score):
+        text = f"tl.zeros_like(s) + ({text})"
+    terms = tuple(
+        _term(load, by, offset, number)
+        for number, ((load, _), by, offset) in enumerate(zip(reads, rest[::2], rest[1::2], strict=True))
+    )
+    rows = (*mask.statements[0], *score.statements[0])
+    helpers = mask.helpers | score.helpers
+    return Math(rows, mask.statements[1], first, later, keep, text, slope_text, helpers, terms)
+
+
+def _lower(
+    exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: list[str]
+) -> Lowered:
+    names = {**INDEX_NAMES, "score": "s", **user_names(spec)}
+    moving = "kv_idx" if block == "q" else "q_idx"
+    return lower(
+        exprs,
+        stages=2,
+        stage_of=lambda e: int(moving in leaves(e, "index") or _reads_score(e)),
+        names=names,
+        dtypes={t.name: t.dtype for t in spec.tensors},
+        wide_scalars=variant.wide,
+        taken=frozenset(taken) | identifiers() | frozenset(names.values()),
+    )
+
+
+def _reads_score(expr: Expr) -> bool:
+    return bool(leaves(expr, "score"))
+
+
+def _split(lines: tuple[str, ...], result: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Statements that `result` needs, and the others: those wait until there is a gradient."""
+    needed = set(re.findall(r"\w+", result))
+    for line in reversed(lines):
+        name, _, value = line.partition(" = ")
+        if name in needed:
+            needed |= set(re.findall(r"\w+", value))
+    first = tuple(line for line in lines if line.partition(" = ")[0] in needed)
+    return first, tuple(line for line in lines if line not in first)
+
+
+def _offset(load: Expr) -> Expr:
+    """Where a load's gradient lies in a contiguous buffer of the data's shape."""
+    place = const(0)
+    for dim, position in enumerate(load.args):
+        size = Expr("size", "int", (), (load.attr, dim))
+        if not (position.op == "index" and position.attr in ("b", "h", "h_kv")):
+            inside = make("maximum", position, const(0))
+            position = make("minimum", inside, make("sub", size, const(1)))
+        place = make("add", make("mul", place, size), position)
+    return place
+
+
+def _term(load: Expr, by: str, offset: str, number: int) -> Term:
+    indices = leaves(load, "index")
+    sides = [side for side in ("q", "kv") if f"{side}_idx" in indices]
+    axes = "both" if len(sides) == 2 or _reads_score(load) else (*sides, "none")[0]
+    total = f"{load.attr}_total_{number}" if axes in ("q", "none") else ""
+    return Term(load.attr, "ds" if by == "1.0" else f"ds * ({by})", offset, axes, total)
+
+
+def _strides(*letters: str) -> tuple[str, ...]:
+    return tuple(f"stride_{letter}{dim}" for letter in letters for dim in "bhs")
+
+
+def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kernel, Kernel]:
+    pointers = ["out_ptr", "grad_out_ptr", *(["grad_lse_ptr"] if wanted.lse else []), "lse_ptr"]
+    strides = _strides("o", "g")
+    prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(f"{s}: tl.int64" for s in strides)]
+    prepare += ["heads: tl.int32", "q_len: tl.int32", "padded_len: tl.int64"]
+    unspecialized = tuple(bare(a) for a in prepare if ":" in a)
+    queries = _attention_kernel(
+        spec,
+        variant,
+        ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
+        ["dq"] * wanted.q,
+        ["heads: tl.int32"],
+        ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"),
+    )
+    keys = _attention_kernel(
+        spec,
+        variant,
+        ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
+        ["dk"] * wanted.k + ["dv"] * wanted.v,
+        ["kv_heads: tl.int32", "capacity: tl.int32", "q_tiles: tl.int32", "kv_tiles: tl.int32"],
+        ("b", "h_kv", "block", "heads"),
+    )
+    return Kernel(tuple(prepare), strides, unspecialized), queries, keys
+
+
+_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr", "lse_log2_ptr", "delta_ptr")
+_SCHEDULE = ("counts", "masked_runs", "full_runs")
+_CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_M", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
+
+
+def _attention_kernel(
+    spec: Spec,
+    variant: Variant,
+    results: list[str],
+    letters: list[str],
+    lengths: list[str],
+    derived: tuple[str, ...],
+) -> Kernel:
+    strides = _strides("q", "k", "v", "g", *letters)
+    arguments = [*_POINTERS, *results, *_SCHEDULE]
+    arguments += [f"{s}: tl.int64" for s in strides]
+    arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
+    arguments += ["masked_width: tl.int32", "full_width: tl.int32", *lengths, "group: tl.int32"]
+    arguments += ["q_len: tl.int32", "padded_len: tl.int64", *_position_arguments(variant)]
+    arguments += ["scale: tl.float32", "scale_log2: tl.float32"]
+    arguments += ["softcap: tl.float32"] if spec.softcap else []
+    arguments += data_arguments(spec, variant)
+    names = [bare(a) for a in arguments]
+    known = tuple(dict.fromkeys([*names, "kv_len", "q_offset", *derived]))
+    return Kernel(
+        tuple(arguments),
+        strides,
+        tuple(bare(a) for a in arguments if ":" in a),
+        tuple(f"{t.name}_ptr" for t in spec.tensors),
+        (*known, *(f"{c}: tl.constexpr" for c in _CONSTANTS)),
+        (*known, *_CONSTANTS),
+    )
+
+
+def _position_arguments(variant: Variant) -> list[str]:
+    arguments = ["kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32"]
+    if variant.offset == "scalar":
+        arguments.append("q_offset: tl.int32")
+    elif variant.offset == "tensor":
+        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
+    return arguments

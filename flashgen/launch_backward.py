@@ -1,0 +1,317 @@
+"""Running the backward kernels: what is wanted, buffers, tilings, grids."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import cache, emit
+from .emit_backward import Module, Wanted, backward as emit_backward, ignores_score
+from .errors import FlashgenError
+from .geometry import Geometry
+from .launch import (
+    LOG2E,
+    constants_of,
+    current_target,
+    data_values,
+    key_parts,
+    launch,
+    position_values,
+    schedule_values,
+    variant_of,
+)
+from .schedule import Schedule
+from .spec import Bound, Spec
+from .tiling import Target, Tiling, inside
+
+_PREPARE = Tiling(64, 0, 4, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients in their tensors' shapes and dtypes; None where none is wanted."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    data: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the forward leaves to the backward, and the gradients of its results.
+
+    q, k, v, out as in the call, out contiguous; lse [B, Hq, Sq], natural; `grad_out` in out's
+    shape, any strides, and `grad_lse` in lse's: None where the loss doesn't use them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor | None
+    grad_lse: torch.Tensor | None
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(spec: Spec, variant: emit.Variant, wanted: Wanted = Wanted()) -> Module:
+    """The text of the backward kernels."""
+    return emit_backward(spec, variant, wanted)
+
+
+@functools.lru_cache(maxsize=1024)
+def _module(
+    spec: Spec, variant: emit.Variant, wanted: Wanted, parts: tuple[str, ...]
+) -> tuple[Any, Module]:
+    made = generate(spec, variant, wanted)
+    return cache.module(made.name, made.text, parts), made
+
+
+# For (queries' kernel, keys' kernel), by the largest head dimension; from best to smallest.
+_Pair = tuple[Tiling, Tiling]
+_HOPPER: tuple[tuple[int, _Pair], ...] = (
+    (64, (Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2))),
+    (128, (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2))),
+    (256, (Tiling(64, 32, 8, 1), Tiling(32, 64, 8, 1))),
+)
+_AMPERE: tuple[tuple[int, _Pair], ...] = (
+    (64, (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2))),
+    (128, (Tiling(64, 32, 4, 2), Tiling(32, 64, 8, 2))),
+    (256, (Tiling(32, 32, 4, 1), Tiling(16, 32, 4, 1))),
+)
+_HIP: tuple[tuple[int, _Pair], ...] = (
+    (64, (Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1))),
+    (128, (Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1))),
+    (256, (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1))),
+)
+_SINGLE: tuple[tuple[int, _Pair], ...] = (
+    (64, (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1))),
+    (128, (Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))),
+    (256, (Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1))),
+)
+
+
+def tilings(target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> _Pair:
+    """The blocks of the two kernels: (block_m queries, block_n keys) each."""
+    if target.backend == "interpret":
+        return Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)
+    if dtype.itemsize > 2:
+        table = _SINGLE
+    elif target.backend == "hip":
+        table = _HIP
+    else:
+        table = _HOPPER if target.arch in ("90", "100", "103") else _AMPERE
+    widest = max(head_dim, v_head_dim)
+    return next(pair for most, pair in table if widest <= most)
+
+
+def backward(
+    saved: Saved,
+    wanted: Wanted,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    sinks_wanted: bool = False,
+    deterministic: bool = False,
+) -> Gradients:
+    """Gradients of the portable forward. Raises FlashgenError where `deterministic` can't be."""
+    _check_order(wanted, deterministic)
+    kernels = replace(wanted, lse=saved.grad_lse is not None)
+    if ignores_score(bound.spec):
+        kernels = replace(kernels, q=False, k=False)
+    grads = _allocate(saved, wanted, kernels, bound)
+    if not saved.lse.numel() or not saved.k.shape[2]:
+        return _empty(saved, grads, sinks, sinks_wanted)
+    saved = _unit_strides(saved)
+    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap)
+    run.prepare()
+    if kernels.by_query:
+        run.by_query(grads)
+    if kernels.by_key:
+        run.by_key(grads)
+    of_sinks = _sink_gradient(sinks, saved.lse, run.delta) if sinks_wanted else None
+    data = {n: g.to(bound.tensors[n].dtype) for n, g in grads.data.items()}
+    return replace(grads, sinks=of_sinks, data=data)
+
+
+def _check_order(wanted: Wanted, deterministic: bool) -> None:
+    if deterministic and wanted.data:
+        raise FlashgenError(
+            f"the gradient of {', '.join(wanted.data)} is added up by many programs in no fixed "
+            "order, and a deterministic one is asked for",
+            write='deterministic=False, backend="cpu", or data that requires no gradient',
+        )
+
+
+def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gradients:
+    """Buffers for the kernels to write; zeros for what they leave out or add to."""
+    kind = saved.lse.dtype
+
+    def like(x: torch.Tensor, is_wanted: bool, is_written: bool) -> torch.Tensor | None:
+        if not is_wanted:
+            return None
+        made = torch.empty_like(x) if is_written else torch.zeros_like(x)
+        return made if made.stride(-1) == 1 else made.contiguous()
+
+    data = {n: torch.zeros(bound.tensors[n].shape, dtype=kind, device=saved.q.device) for n in wanted.data}
+    return Gradients(
+        like(saved.q, wanted.q, kernels.q),
+        like(saved.k, wanted.k, kernels.k),
+        like(saved.v, wanted.v, kernels.v),
+        data=data,
+    )
+
+
+def _empty(
+    saved: Saved, grads: Gradients, sinks: torch.Tensor | None, sinks_wanted: bool
+) -> Gradients:
+    """Without queries or keys nothing depends on q, k, v or data; an LSE may be a sink."""
+    for grad in (grads.q, grads.k, grads.v):
+        if grad is not None:
+            grad.zero_()
+    of_sinks = None
+    if sinks_wanted and sinks is not None:
+        of_sinks = torch.zeros_like(sinks)
+        if saved.grad_lse is not None:
+            of_sinks = saved.grad_lse.sum((0, 2)).to(sinks.dtype)
+    return replace(grads, sinks=of_sinks, data={n: g for n, g in grads.data.items()})
+
+
+def _unit_strides(saved: Saved) -> Saved:
+    """Tensors as the kernels read them: unit last strides, a gradient of the output."""
+    grad_out = torch.zeros_like(saved.out) if saved.grad_out is None else saved.grad_out
+    q, k, v, grad_out = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (saved.q, saved.k, saved.v, grad_out)
+    )
+    grad_lse = None if saved.grad_lse is None else saved.grad_lse.contiguous()
+    return Saved(q, k, v, saved.out, saved.lse, grad_out, grad_lse)
+
+
+def _sink_gradient(
+    sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor | None:
+    """[Hq]: the sink's weight times -delta, summed over all rows; those without keys too."""
+    if sinks is None:
+        return None
+    wide = sinks.to(lse.dtype).reshape(1, -1, 1)
+    weights = torch.where(wide == -torch.inf, 0.0, torch.exp(wide - lse))
+    share = torch.where(weights == 0, 0.0, weights * -delta[..., : lse.shape[2]])
+    return share.sum((0, 2)).to(sinks.dtype)
+
+
+class _Run:
+    """One backward: the values that its kernels share."""
+
+    def __init__(
+        self,
+        saved: Saved,
+        wanted: Wanted,
+        bound: Bound,
+        geometry: Geometry,
+        schedule: Schedule,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        self.saved, self.geometry, self.schedule = saved, geometry, schedule
+        head_dim, v_head_dim = saved.q.shape[-1], saved.v.shape[-1]
+        variant = variant_of(bound, geometry, head_dim, v_head_dim)
+        self.module, self.made = _module(bound.spec, variant, wanted, key_parts())
+        target = current_target(saved.q.device)
+        pair = tilings(target, saved.q.dtype, head_dim, v_head_dim)
+        self.tilings = tuple(inside(tiling, schedule.block_size) for tiling in pair)
+        tile = schedule.block_size[0]
+        self.padded_len = math.ceil(geometry.q_len / tile) * tile
+        shape = (geometry.batch, geometry.heads, self.padded_len)
+        kind, device = saved.lse.dtype, saved.q.device
+        self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
+        self.delta = torch.empty(shape, dtype=kind, device=device)
+        changed = bound.spec.score is not None or softcap is not None
+        self.values: dict[str, Any] = {
+            "q_ptr": saved.q, "k_ptr": saved.k, "v_ptr": saved.v, "grad_out_ptr": saved.grad_out,
+            "lse_ptr": saved.lse, "grad_lse_ptr": saved.grad_lse, "out_ptr": saved.out,
+            "lse_log2_ptr": self.lse_log2, "delta_ptr": self.delta, "padded_len": self.padded_len,
+            "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
+            "capacity": geometry.kv_len, "scale": scale, "softcap": softcap,
+            "scale_log2": LOG2E if changed else scale * LOG2E,
+            **position_values(geometry), **data_values(bound),
+        }  # fmt: skip
+        given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
+        for letter, tensor in (*given, ("o", saved.out)):
+            self.values |= _strides(letter, tensor)
+
+    def prepare(self) -> None:
+        """Write the LSE in base 2 and delta."""
+        constants = constants_of(self.saved.q, self._aligned("out_ptr"), _PREPARE, (64, 1))
+        constants = {name: constants[name] for name in ("BLOCK_M", "ALIGN", "FLOAT")}
+        programs = math.ceil(self.padded_len / 64) * self.geometry.batch * self.geometry.heads
+        names, kernel = self.made.prepare, self.module.prepare_rows
+        launch(kernel, names, self.values, constants, _PREPARE, programs)
+
+    def by_query(self, grads: Gradients) -> None:
+        """Gradients of the queries, and of data."""
+        tiling, geometry = self.tilings[0], self.geometry
+        values = {**self.values, **schedule_values(self.schedule), "grad_q_ptr": grads.q}
+        values |= {f"grad_{name}_ptr": grad for name, grad in grads.data.items()}
+        results = [] if grads.q is None else [grads.q]
+        if grads.q is not None:
+            values |= _strides("dq", grads.q)
+        blocks = math.ceil(geometry.q_len / tiling.block_m)
+        programs = blocks * geometry.batch * geometry.heads
+        constants = self._constants(tiling, results)
+        kernel = self.module.attention_backward_q
+        launch(kernel, self.made.queries, values, constants, tiling, programs)
+
+    def by_key(self, grads: Gradients) -> None:
+        """Gradients of the keys and values."""
+        tiling, geometry = self.tilings[1], self.geometry
+        values = {**self.values, **_key_schedule(self.schedule)}
+        results = []
+        for name, letter, grad in (("k", "dk", grads.k), ("v", "dv", grads.v)):
+            if grad is not None:
+                values |= {f"grad_{name}_ptr": grad, **_strides(letter, grad)}
+                results.append(grad)
+        blocks = math.ceil(geometry.kv_len / tiling.block_n)
+        programs = blocks * geometry.batch * geometry.kv_heads
+        constants = self._constants(tiling, results)
+        kernel = self.module.attention_backward_kv
+        launch(kernel, self.made.keys, values, constants, tiling, programs)
+
+    def _aligned(self, *names: str) -> list[torch.Tensor]:
+        names = (*names, "grad_out_ptr")
+        return [self.values[name] for name in names]
+
+    def _constants(self, tiling: Tiling, results: list[torch.Tensor]) -> dict[str, Any]:
+        aligned = [*self._aligned("q_ptr", "k_ptr", "v_ptr"), *results]
+        return constants_of(self.saved.q, aligned, tiling, self.schedule.block_size)
+
+
+def _strides(letter: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    assert tensor is not None
+    return {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
+
+
+def _key_schedule(schedule: Schedule) -> dict[str, Any]:
+    """A schedule's runs along the queries; strides count grids of tiles."""
+    runs = schedule.q_runs
+    batch, heads, q_tiles, kv_tiles = schedule.states.shape
+    return {
+        "counts": runs.counts,
+        "masked_runs": runs.masked,
+        "full_runs": runs.full,
+        "states": schedule.states,
+        "schedule_stride_b": heads if batch > 1 else 0,
+        "schedule_stride_h": 1 if heads > 1 else 0,
+        "masked_width": runs.masked.shape[-2],
+        "full_width": runs.full.shape[-2],
+        "q_tiles": q_tiles,
+        "kv_tiles": kv_tiles,
+    }
