@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import cache, emit, launch
+from . import cache, emit, launch, plan
 from .emit_plan import PlanModule
 from .errors import FlashgenError
 from .spec import Spec
 from .tiling import Tiling, choose, target_of
 
-_WARP = {"hip": 64}
+_WARP = {"cuda": 32, "hip": 64}
 TARGETS: dict[str, tuple[str, int | str]] = {
     "sm_80": ("cuda", 80),
     "sm_86": ("cuda", 86),
@@ -34,13 +33,22 @@ TARGETS: dict[str, tuple[str, int | str]] = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel costs on a target. `spills`: bytes stored and loaded; None where unknown."""
+    """What a kernel costs on a target.
+
+    `registers` of a thread; `spills`: bytes stored and loaded (AMD: registers spilled); `shared`:
+    bytes of shared memory; `warnings`: what the assembler says of performance; `assembly`: PTX or
+    AMD's assembly."""
 
     target: str
-    registers: int | None
-    spills: int | None
+    registers: int
+    spills: int
     shared: int
+    warnings: tuple[str, ...]
     assembly: str
+
+    def __str__(self) -> str:
+        cost = f"{self.registers} registers, {self.spills} spilled, {self.shared} bytes shared"
+        return "\n".join([f"{self.target}: {cost}", *self.warnings])
 
 
 class _Driver:
@@ -64,7 +72,9 @@ class _Driver:
 
 @contextlib.contextmanager
 def compiling_for(name: str) -> Iterator[None]:
-    """Inside the block, `kernel.warmup(...)` compiles for this target."""
+    """Inside the block, `kernel.warmup(...)` compiles for this target of `TARGETS`.
+
+    Raises FlashgenError where Triton kernels are interpreted."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -75,7 +85,7 @@ def compiling_for(name: str) -> Iterator[None]:
         )
     backend, arch = TARGETS[name]
     before = driver._active
-    driver.set_active(_Driver(GPUTarget(backend, arch, _WARP.get(backend, 32))))
+    driver.set_active(_Driver(GPUTarget(backend, arch, _WARP[backend])))
     try:
         yield
     finally:
@@ -92,98 +102,131 @@ def compile_forward(
     variant: emit.Variant | None = None,
     tiling: Tiling | None = None,
 ) -> Compiled:
-    """Compile a spec's forward kernel for a target of `TARGETS`."""
-    v_head_dim = v_head_dim or head_dim
-    variant = variant or emit.Variant(head_dim, v_head_dim)
-    generated = emit.forward(spec, variant)
+    """Compile a spec's forward kernel for a target of `TARGETS`.
+
+    `variant` says what is not the default of a call with these head dimensions; it has its own,
+    which count then. `tiling`: by default what a call on this target takes."""
+    variant = variant or emit.Variant(head_dim, v_head_dim or head_dim)
+    generated = launch.generate(spec, variant)
     module = cache.module(generated.name, generated.text, launch.key_parts())
-    backend, arch = TARGETS[target]
-    tiling = tiling or choose(target_of(backend, arch), dtype, head_dim, v_head_dim)
-    sample = torch.empty(0, dtype=dtype)
+    tiling = tiling or choose(
+        target_of(*TARGETS[target]), dtype, variant.head_dim, variant.v_head_dim
+    )
+    sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     block = (tiling.block_m, tiling.block_n)
     constants = launch.constants_of(sample, [sample], tiling, block)
-    constants["ALIGN"] = 16 // dtype.itemsize
     values = _placeholders(generated.arguments, spec, dtype)
-    return _compile(module.attention_forward, target, values, constants, tiling)
+    return compile_kernel(module.attention_forward, target, values, constants, tiling)
 
 
-def compile_plan(made: PlanModule, spec: Spec, target: str, block: tuple[int, int]) -> Compiled:
-    """Compile the kernel that classifies tiles."""
+def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compiled]:
+    """Compile a mask's planning kernels for tiles of 128 queries and 64 keys, by their names."""
     generated = made.generated
     module = cache.module(generated.name, generated.text, launch.key_parts())
-    values = _placeholders(generated.arguments, spec, torch.int8)
-    for summary in made.summaries:
-        for end in ("min", "max"):
-            name = f"{summary.name}_{end}_ptr"
-            at = generated.arguments.index(name)
-            values[at] = torch.empty(0, dtype=summary.dtype)
-    constants = {"TILE_M": block[0], "TILE_N": block[1], "BLOCK_N": block[1], "CHUNK": 64}
-    tiling = Tiling(0, 0, 4, 1)
-    return _compile(module.classify, target, values, {**constants, "ELEMENTS": True}, tiling)
+    dtypes = {f"{s.name}_{end}_ptr": s.dtype for s in made.summaries for end in ("min", "max")}
+    wanted: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        f"summarize_{side.name}": (
+            tuple(map(emit.bare, side.arguments)),
+            {"TILE": size, "BLOCK": size},
+        )
+        for side in made.sides
+        for size in ({"q": 128, "kv": 64}[side.name],)
+    }
+    constants = {"TILE_M": 128, "TILE_N": 64, "BLOCK_N": 64, "CHUNK": 64, "ELEMENTS": True}
+    wanted["classify"] = (generated.arguments, constants)
+    compiled = {}
+    for name, (arguments, constants) in wanted.items():
+        values = _placeholders(arguments, spec, torch.int8, dtypes)
+        kernel = getattr(module, name)
+        compiled[name] = compile_kernel(kernel, target, values, constants, _PLANNING)
+    return compiled
 
 
-def _placeholders(names: tuple[str, ...], spec: Spec, dtype: torch.dtype) -> list[Any]:
-    """Arguments of the right kinds: nothing runs, so values don't matter."""
-    data = {f"{t.name}_ptr": t.dtype for t in spec.tensors}
-    floats = {s.name for s in spec.scalars if s.kind == "float"} | {"scale", "scale_log2", "softcap"}
+def compile_compaction(target: str, *, by_key: bool = False) -> Compiled:
+    """Compile the kernel that turns states into runs, of any mask."""
+    generated = plan.compaction()
+    module = cache.module(generated.name, generated.text, launch.key_parts())
+    pointers = {"states_ptr": torch.int8}
+    values = [
+        torch.empty(0, dtype=pointers.get(name, torch.int32)) if name.endswith("_ptr") else 3
+        for name in generated.arguments
+    ]
+    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": 256}
+    return compile_kernel(module.compact, target, values, constants, _PLANNING)
+
+
+_PLANNING = Tiling(0, 0, 4, 1)
+
+
+def _placeholders(
+    names: tuple[str, ...],
+    spec: Spec,
+    dtype: torch.dtype,
+    others: Mapping[str, torch.dtype] | None = None,
+) -> list[Any]:
+    """Arguments of the right kinds: nothing runs, so values don't matter.
+
+    Pointers are of `dtype`, but for the data's, the schedule's and `others`."""
+    dtypes = dict.fromkeys(("counts", "masked_runs", "full_runs", "kv_lens_ptr"), torch.int32)
+    dtypes |= {"q_offset_ptr": torch.int32, "lse_ptr": torch.float32, "sinks_ptr": torch.float32}
+    for tensor in spec.tensors:
+        kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        dtypes[f"{tensor.name}_ptr"] = kind
+    dtypes |= others or {}
+    floats = {"scale", "scale_log2", "softcap", *(s.name for s in spec.scalars if s.kind == "float")}
     values: list[Any] = []
     for name in names:
-        if name in data:
-            kind = torch.uint8 if data[name] == torch.bool else data[name]
-        elif name in ("counts", "masked_runs", "full_runs", "kv_lens_ptr", "q_offset_ptr"):
-            kind = torch.int32
-        elif name in ("lse_ptr", "sinks_ptr"):
-            kind = torch.float32
-        elif name.endswith("_ptr"):
-            kind = dtype
+        if name in dtypes or name.endswith("_ptr"):
+            values.append(torch.empty(0, dtype=dtypes.get(name, dtype)))
         else:
             values.append(1.0 if name.removesuffix("_") in floats else 3)
-            continue
-        values.append(torch.empty(0, dtype=kind))
     return values
 
 
-def _compile(
-    kernel: Any, target: str, values: list[Any], constants: dict[str, Any], tiling: Tiling
+def compile_kernel(
+    kernel: Any,
+    target: str,
+    values: list[Any],
+    constants: Mapping[str, Any],
+    tiling: Tiling,
 ) -> Compiled:
-    with compiling_for(target):
-        kernel.device_caches.clear()
-        options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-        made = kernel.warmup(*values, grid=(1,), **constants, **options)
-        kernel.device_caches.clear()
-    if TARGETS[target][0] == "hip":
-        return _amd(target, made)
-    registers, spills = _ptxas(made.asm["ptx"], target)
-    return Compiled(target, registers, spills, made.metadata.shared, made.asm["ptx"])
+    """Compile one kernel with the arguments of a launch. Always compiles: no cache is asked."""
+    from triton import knobs
+
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    # The binaries here are of no use to a GPU of this process.
+    known, kernel.device_caches = kernel.device_caches, defaultdict(kernel.create_binder)
+    log = io.StringIO()
+    try:
+        with compiling_for(target), knobs.compilation.scope(), knobs.nvidia.scope():
+            knobs.compilation.always_compile = True
+            knobs.nvidia.dump_ptxas_log = True
+            with contextlib.redirect_stdout(log):
+                made = kernel.warmup(*values, grid=(1,), **constants, **options)
+    finally:
+        kernel.device_caches = known
+    read = _read_amd if TARGETS[target][0] == "hip" else _read_nvidia
+    return read(target, made, log.getvalue())
 
 
-def _amd(target: str, made: Any) -> Compiled:
-    text = made.asm["amdgcn"]
-    registers = _number(r"\.vgpr_count:\s+(\d+)", text)
-    spills = _number(r"\.vgpr_spill_count:\s+(\d+)", text)
-    return Compiled(target, registers, spills, made.metadata.shared, text)
-
-
-def _number(pattern: str, text: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
-
-
-def _ptxas(ptx: str, target: str) -> tuple[int | None, int | None]:
-    """Registers and bytes spilled, by the assembler that comes with Triton."""
-    import triton
-
-    arch = {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_120": "sm_120a"}.get(target, target)
-    tool = "ptxas-blackwell" if arch[3:6].rstrip("a") >= "100" and len(arch) > 6 else "ptxas"
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(folder / tool), "-v", f"--gpu-name={arch}", str(source), "-o"]
-        done = subprocess.run(
-            [*command, str(Path(scratch) / "kernel.o")], capture_output=True, text=True, check=True
-        )
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    return _number(r"Used (\d+) registers", done.stderr), (
-        int(spills[1]) + int(spills[2]) if spills else None
+def _read_nvidia(target: str, made: Any, log: str) -> Compiled:
+    """From what Triton's own run of ptxas printed; functions that aren't inlined count too."""
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    warnings = re.findall(r"\(C7\d+\)[^\n]*", log)
+    return Compiled(
+        target,
+        max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
+        sum(int(stores) + int(loads) for stores, loads in spills),
+        made.metadata.shared,
+        tuple(dict.fromkeys(warnings)),
+        made.asm["ptx"],
     )
+
+
+def _read_amd(target: str, made: Any, log: str) -> Compiled:
+    text = made.asm["amdgcn"]
+    registers, spills = (
+        max(int(n) for n in re.findall(rf"\.{what}:\s+(\d+)", text))
+        for what in ("vgpr_count", "vgpr_spill_count")
+    )
+    return Compiled(target, registers, spills, made.metadata.shared, (), text)
