@@ -173,7 +173,8 @@ def _placeholders(
         kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         dtypes[f"{tensor.name}_ptr"] = kind
     dtypes |= others or {}
-    floats = {"scale", "scale_log2", "softcap", *(s.name for s in spec.scalars if s.kind == "float")}
+    floats = {s.name for s in spec.scalars if s.kind == "float"}
+    floats |= {"scale", "scale_log2", "softcap"}
     values: list[Any] = []
     for name in names:
         if name in dtypes or name.endswith("_ptr"):

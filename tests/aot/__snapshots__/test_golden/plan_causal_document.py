@@ -1,0 +1,189 @@
+# flashgen 0.1.0
+# spec causal_document
+#   mask    (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])
+#   data    doc: int32[2-d]
+# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b, kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
+# tile rule: must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b, q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) == min[kv](doc[b, kv_idx])))
+
+import triton
+import triton.language as tl
+
+FLOAT = tl.constexpr(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0", "doc_stride_0",
+        "doc_size_1", "doc_stride_1"
+    ],
+    do_not_specialize_on_alignment=[
+        "doc_ptr"
+    ],
+)
+def summarize_q(
+    q_summary_0_min_ptr,
+    q_summary_0_max_ptr,
+    tiles: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    doc_ptr,
+    doc_size_0: tl.int32,
+    doc_stride_0: tl.int64,
+    doc_size_1: tl.int32,
+    doc_stride_1: tl.int64,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Least and greatest values over each tile of queries."""
+    tile = tl.program_id(0) % tiles
+    h = (tl.program_id(0) // tiles) % heads
+    b = tl.program_id(0) // tiles // heads
+    h_kv = h // group
+
+    position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
+    q_idx = tl.minimum(position, q_len - 1) + q_offset
+    doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
+    value = doc_q + tl.zeros([BLOCK], tl.int32)
+    tl.store(q_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
+    tl.store(q_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0", "doc_stride_0",
+        "doc_size_1", "doc_stride_1"
+    ],
+    do_not_specialize_on_alignment=[
+        "doc_ptr"
+    ],
+)
+def summarize_kv(
+    kv_summary_0_min_ptr,
+    kv_summary_0_max_ptr,
+    tiles: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    doc_ptr,
+    doc_size_0: tl.int32,
+    doc_stride_0: tl.int64,
+    doc_size_1: tl.int32,
+    doc_stride_1: tl.int64,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Least and greatest values over each tile of keys."""
+    tile = tl.program_id(0) % tiles
+    h = (tl.program_id(0) // tiles) % heads
+    b = tl.program_id(0) // tiles // heads
+    h_kv = h // group
+
+    position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
+    kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
+    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+    value = doc_kv + tl.zeros([BLOCK], tl.int32)
+    tl.store(kv_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
+    tl.store(kv_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
+
+
+@triton.jit
+def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1):
+    """The mask: (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])"""
+    doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
+    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+    return (kv_idx <= q_idx) & (doc_q == doc_kv)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0",
+        "doc_stride_0", "doc_size_1", "doc_stride_1"
+    ],
+    do_not_specialize_on_alignment=[
+        "doc_ptr"
+    ],
+)
+def classify(
+    states_ptr,
+    q_summary_0_min_ptr,
+    q_summary_0_max_ptr,
+    kv_summary_0_min_ptr,
+    kv_summary_0_max_ptr,
+    q_tiles: tl.int32,
+    kv_tiles: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    doc_ptr,
+    doc_size_0: tl.int32,
+    doc_stride_0: tl.int64,
+    doc_size_1: tl.int32,
+    doc_stride_1: tl.int64,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+):
+    """States of CHUNK key tiles in a row: by the rule, then by corners, then by elements."""
+    chunks = tl.cdiv(kv_tiles, CHUNK)
+    chunk = tl.program_id(0) % chunks
+    row = tl.program_id(0) // chunks
+    q_tile = row % q_tiles
+    h = (row // q_tiles) % heads
+    b = row // q_tiles // heads
+    h_kv = h // group
+
+    tiles = chunk * CHUNK + tl.arange(0, CHUNK)
+    q_low = q_tile * TILE_M + q_offset
+    q_high = tl.minimum(q_tile * TILE_M + TILE_M, q_len) - 1 + q_offset
+    kv_low = tiles * TILE_N
+    kv_high = tl.minimum(kv_low + TILE_N, kv_len) - 1
+    alive = (kv_low < kv_len) & (tiles < kv_tiles)
+    column = tl.minimum(tiles, kv_tiles - 1)
+    q_summary_0_min = tl.load(q_summary_0_min_ptr + row)
+    q_summary_0_max = tl.load(q_summary_0_max_ptr + row)
+    kv_summary_0_min = tl.load(kv_summary_0_min_ptr + (b * heads + h) * kv_tiles + column)
+    kv_summary_0_max = tl.load(kv_summary_0_max_ptr + (b * heads + h) * kv_tiles + column)
+    may = (~(q_high < kv_low) & ~((q_summary_0_max < kv_summary_0_min) | (kv_summary_0_max < q_summary_0_min))) & alive
+    must = ((kv_high <= q_low) & ((q_summary_0_min == q_summary_0_max) & (kv_summary_0_min == kv_summary_0_max) & (q_summary_0_min == kv_summary_0_min))) & may
+    states = may.to(tl.int32) + must.to(tl.int32)
+
+    if ELEMENTS:
+        # A tile with both an allowed and a forbidden corner is partial.
+        corner = allowed(b, h, h_kv, q_low, kv_low, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
+        some = corner
+        every = corner
+        corner = allowed(b, h, h_kv, q_low, kv_high, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
+        some |= corner
+        every &= corner
+        corner = allowed(b, h, h_kv, q_high, kv_low, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
+        some |= corner
+        every &= corner
+        corner = allowed(b, h, h_kv, q_high, kv_high, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
+        some |= corner
+        every &= corner
+        undecided = (may & ~must & ~(some & ~every)).to(tl.int32)
+        last = -1
+        for _ in range(tl.sum(undecided, 0)):
+            last = tl.min(tl.where((undecided > 0) & (tiles > last), tiles, kv_tiles), 0)
+            kv_idx = last * TILE_N + tl.minimum(tl.arange(0, BLOCK_N), TILE_N - 1)[None, :]
+            kv_idx = tl.minimum(kv_idx, kv_len - 1)
+            any_pair = 0
+            all_pairs = 1
+            for first in range(0, TILE_M, 16):
+                q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
+                here = (kv_idx >= 0) & (q_idx <= q_high)
+                keep = (allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & here).to(tl.int32)
+                any_pair = tl.maximum(any_pair, tl.max(tl.max(keep, 1), 0))
+                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(keep, 1), 0))
+            states = tl.where(tiles == last, any_pair + all_pairs, states)
+    position = row.to(tl.int64) * kv_tiles + tiles
+    tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)

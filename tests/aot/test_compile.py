@@ -1,0 +1,154 @@
+"""Generated kernels compile for GPUs that aren't here, and cost what they may.
+
+The default suite compiles a representative dozen; the slow one every golden kernel for every target
+and dtype."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from golden_kernels import GOLDEN, PLANS
+
+from flashgen import aot, emit, tiling
+from flashgen.aot import TARGETS, Compiled
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# (golden kernel, dtype, target, whether its rows are long)
+DOZEN = [
+    ("causal_document", BF16, "sm_90", False),
+    ("causal", BF16, "sm_90", True),
+    ("softcap_sinks", FP16, "sm_90", False),
+    ("head_dim_256", BF16, "sm_90", True),
+    ("causal_document", BF16, "sm_80", False),
+    ("sliding_window", FP16, "sm_80", False),
+    ("alibi", FP32, "sm_80", False),
+    ("causal_document", BF16, "sm_100", False),
+    ("head_dim_192_128", BF16, "sm_100", False),
+    ("flashmask", FP16, "gfx942", False),
+    ("lengths_and_offsets", FP32, "gfx942", False),
+    ("head_dim_40", BF16, "gfx942", False),
+]
+EVERY = [
+    (name, dtype, target, long_rows)
+    for name in GOLDEN
+    for dtype in (BF16, FP16, FP32)
+    for target in TARGETS
+    for long_rows in ((False, True) if target in ("sm_90", "sm_100") else (False,))
+]
+
+
+def described(case: object) -> str:
+    return "long" if case is True else "" if case is False else str(case).removeprefix("torch.")
+
+
+@functools.cache
+def compiled(name: str, dtype: torch.dtype, target: str, long_rows: bool) -> Compiled:
+    golden = GOLDEN[name]
+    variant = golden.variant()
+    dims = (variant.head_dim, variant.v_head_dim)
+    chosen = tiling.choose(tiling.target_of(*TARGETS[target]), dtype, *dims, long_rows)
+    return aot.compile_forward(
+        golden.call().bound.spec, target, dtype=dtype, variant=variant, tiling=chosen
+    )
+
+
+def check(name: str, dtype: torch.dtype, target: str, long_rows: bool) -> None:
+    found = compiled(name, dtype, target, long_rows)
+    assert found.shared <= tiling.target_of(*TARGETS[target]).shared
+    assert not found.warnings
+    variant = GOLDEN[name].variant()
+    if max(variant.head_dim, variant.v_head_dim) <= 128:
+        assert found.spills == 0
+    assert_uses_tensor_cores(found, dtype)
+
+
+def assert_uses_tensor_cores(found: Compiled, dtype: torch.dtype) -> None:
+    """The instructions that a target's matrix products should be made of."""
+    if found.target.startswith("gfx"):
+        assert "v_mfma" in found.assembly
+    elif dtype == FP32:
+        # True fp32: tensor cores would round to TF32.
+        assert not any(word in found.assembly for word in ("mma.", "wgmma", "tcgen05.mma"))
+    else:
+        wanted = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+        assert wanted.get(found.target, "mma.sync") in found.assembly
+
+
+@pytest.mark.parametrize(("name", "dtype", "target", "long_rows"), DOZEN, ids=described)
+def test_a_dozen_forward_kernels(name, dtype, target, long_rows):
+    check(name, dtype, target, long_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype", "target", "long_rows"), EVERY, ids=described)
+def test_every_forward_kernel(name, dtype, target, long_rows):
+    check(name, dtype, target, long_rows)
+
+
+def check_planning(name: str, target: str) -> None:
+    golden = GOLDEN[name]
+    for found in aot.compile_plan(golden.planning(), golden.call().bound.spec, target).values():
+        assert found.spills == 0
+        assert found.shared <= 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("causal_document", "sm_90"), ("natten_2d", "gfx942")]
+)
+def test_planning_kernels(name, target):
+    check_planning(name, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_planning_kernel(name, target):
+    check_planning(name, target)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_compaction(target, by_key):
+    assert aot.compile_compaction(target, by_key=by_key).spills == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compaction_for_every_target(target):
+    assert aot.compile_compaction(target).spills == 0
+
+
+def test_a_cost_prints_well():
+    found = Compiled("sm_90", 200, 0, 1024, ("(C7511) serialized",), "")
+    assert str(found).splitlines() == [
+        "sm_90: 200 registers, 0 spilled, 1024 bytes shared",
+        "(C7511) serialized",
+    ]
+
+
+def test_compiling_leaves_the_driver_as_it_was():
+    from triton.runtime import driver
+
+    before = driver._active
+    with aot.compiling_for("gfx942"):
+        assert driver.active.get_current_target().warp_size == 64
+    assert driver._active is before
+
+
+def test_a_spill_is_seen():
+    """A tile too large for its warps: the numbers that the other tests rest on aren't always 0."""
+    spec = GOLDEN["causal"].call().bound.spec
+    found = aot.compile_forward(spec, "sm_80", tiling=tiling.Tiling(128, 64, 4, 2))
+    assert found.spills > 0
+    assert found.registers == 255
+
+
+def test_a_serialised_wgmma_is_seen():
+    spec = GOLDEN["causal"].call().bound.spec
+    variant = emit.Variant(64, 64)
+    big = tiling.Tiling(128, 128, 4, 3)
+    found = aot.compile_forward(spec, "sm_90", variant=variant, tiling=big)
+    assert any("C7511" in line for line in found.warnings)
