@@ -123,6 +123,9 @@ class _Rules:
         # `not (b <= a)` rather than `a < b`: a NaN in a bound must leave the tile open.
         may = TRUE if low_a is None or high_b is None else make("not", make(opposite, high_b, low_a))
         must = FALSE if high_a is None or low_b is None else make(op, high_a, low_b)
+        if op == "le" and high_a is not None and low_b is not None and _may_hide_nan(left, right):
+            # inf <= inf says nothing of a NaN in between.
+            must = make("and", must, make("le", make("sub", high_a, low_b), const(0.0)))
         return may, must
 
     def _eq(self, expr: Expr) -> tuple[Expr, Expr]:
@@ -181,18 +184,29 @@ class _Rules:
     def _bound_abs(self, expr: Expr) -> Interval:
         low, high = self.interval(expr.args[0])
         if low is None or high is None:
-            return const(0), None
+            return (None, None) if expr.kind == "float" else (const(0), None)
         reach = make("maximum", make("neg", low), high)
         nearest = make("maximum", low, make("neg", high))
-        return make("maximum", nearest, const(0)), reach
+        return self._cut(make("maximum", nearest, const(0)), expr), reach
 
     def _bound_minimum(self, expr: Expr) -> Interval:
         (a, a_high), (b, b_high) = map(self.interval, expr.args)
-        return _join("minimum", a, b), _join("minimum", a_high, b_high)
+        return _join("minimum", a, b), self._cut(_join("minimum", a_high, b_high), expr)
 
     def _bound_maximum(self, expr: Expr) -> Interval:
         (a, a_high), (b, b_high) = map(self.interval, expr.args)
-        return _join("maximum", a, b), _join("maximum", a_high, b_high)
+        return self._cut(_join("maximum", a, b), expr), _join("maximum", a_high, b_high)
+
+    def _cut(self, end: Expr | None, expr: Expr) -> Expr | None:
+        """The end at which an operation cuts its operands' range off.
+
+        Where data is infinite, a NaN (inf - inf, 0 * inf) may lie inside a range, whose ends are
+        then infinite or NaN. Cutting would lose that, so there the end becomes NaN: it decides
+        nothing."""
+        for operand in expr.args:
+            for limit in self.interval(operand) if _may_hide_nan(operand) else ():
+                end = None if limit is None else _join("add", end, make("sub", limit, limit))
+        return end
 
     def _bound_mul(self, expr: Expr) -> Interval:
         (a, a_high), (b, b_high) = map(self.interval, expr.args)
@@ -237,6 +251,10 @@ class _Rules:
 
     def _bound_cast(self, expr: Expr) -> Interval:
         source = expr.args[0]
+        if expr.kind == "int" and (leaves(source, "load") or leaves(source, "scalar")):
+            # NaN and infinity have no integer that an interval would know of.
+            if source.kind == "float":
+                return None, None
         low, high = reversed(self.truth(source)) if source.kind == "bool" else self.interval(source)
         return _cast(low, expr), _cast(high, expr)
 
@@ -264,6 +282,11 @@ def _is_simple_comparison(expr: Expr) -> bool:
     return all(side(arg) == "" or _is_affine(arg) for arg in expr.args) and (
         sum(side(arg) != "" for arg in expr.args) == 1
     )
+
+
+def _may_hide_nan(*operands: Expr) -> bool:
+    """A float made of both sides; a summary of one side is NaN itself where a NaN is below it."""
+    return any(x.kind == "float" and side(x) == "both" for x in operands)
 
 
 def _is_positive(expr: Expr) -> bool:
