@@ -14,6 +14,10 @@ from ..errors import FlashgenError, SourceLine
 from ..expr import INDEX_NAMES
 
 T = TypeVar("T")
+_FLEX_NAMES = {
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+}
 Role = Literal["index", "score", "scalar", "const", "tensor", "default"]
 Style = Literal["named", "flex"]
 
@@ -129,29 +133,33 @@ def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Func
     hints = _annotations(function, parameters)
     known = {"score", *INDEX_NAMES} if wants == "score" else set(INDEX_NAMES)
     required = [p for p in parameters if p.default is p.empty]
-    if len(required) == (4 if wants == "mask" else 5) and _is_positional(required, hints, known):
-        return Function(function, tuple(_flex(required, wants)), "flex")
+    if _is_positional(required, hints, known, wants):
+        return Function(function, tuple(_flex(wants)), "flex")
     roles = tuple(_named(p, hints.get(p.name), known, function, wants) for p in parameters)
     return Function(function, roles, "named")
 
 
 def _is_positional(
-    required: list[inspect.Parameter], hints: dict[str, Any], known: set[str]
+    required: list[inspect.Parameter], hints: dict[str, Any], known: set[str], wants: str
 ) -> bool:
     """FlexAttention's form: names of the author's own, and no annotation that gives them a role.
 
-    torch.Tensor is how its users annotate indices; it counts so only if every parameter has one."""
+    torch.Tensor is how its users annotate indices; it counts so only if every parameter has one.
+    A symbol of ours in another place than its own is no such function, but one that forgot an
+    annotation."""
+    places = _FLEX_NAMES[wants]
     strangers = [p for p in required if p.name not in known]
+    if len(required) != len(places):
+        return False
+    if any(p.name in places and p.name != n for p, n in zip(required, places, strict=True)):
+        return False
     all_annotated = all(p.annotation is not p.empty for p in required)
     loose = {None, Any, *(["torch.Tensor"] if all_annotated else [])}
     return bool(strangers) and all(hints.get(p.name) in loose for p in strangers)
 
 
-def _flex(plain: list[inspect.Parameter], wants: str) -> list[Parameter]:
-    names = ("b", "h", "q_idx", "kv_idx")
-    if wants == "score":
-        return [Parameter("score", "score"), *(Parameter(n, "index") for n in names)]
-    return [Parameter(n, "index") for n in names]
+def _flex(wants: str) -> list[Parameter]:
+    return [Parameter(n, "score" if n == "score" else "index") for n in _FLEX_NAMES[wants]]
 
 
 def _named(

@@ -209,8 +209,8 @@ def _position(tensor: TensorSymbol, position: Any, dim: int) -> Expr:
             f"{tensor.name} is indexed by {expr}, which is a float",
             f"({expr}).to(int), or integer arithmetic with //",
         )
-    # Python's negative constants count from the end; those of symbols clamp.
-    if expr.is_const and expr.attr < 0:
+    # A negative number in the source counts from the end; what comes of symbols clamps.
+    if not isinstance(position, Symbol) and expr.is_const and expr.attr < 0:
         return make("add", Expr("size", "int", (), (tensor.name, dim)), expr)
     if dim in tensor._single and expr.op == "index" and expr.attr in ("b", "h", "h_kv"):
         return const(0)
