@@ -29,6 +29,7 @@ def fit_data(
                 call=call,
                 write=f"{name}={name}.to(q.device)",
             )
+    _check_not_empty(bound, extents, call)
     for name, dim, symbol in _bare_dimensions(bound.spec):
         extent, size = extents.get(symbol), tensors[name].shape[dim]
         if extent is None or size == extent:
@@ -41,6 +42,20 @@ def fit_data(
             raise _length_error(name, tensors[name], dim, symbol, extent, call)
     _check_divisors(bound, device, call)
     return replace(bound, tensors=tensors)
+
+
+def _check_not_empty(bound: Bound, extents: Mapping[str, int | None], call: object) -> None:
+    """An index is clamped to what there is, so there must be something."""
+    if any(extents[name] == 0 for name in ("b", "h", "kv_idx")):
+        return
+    for node in _exprs(bound.spec):
+        if node.op == "load" and not bound.tensors[node.attr].numel():
+            raise FlashgenError(
+                f"{node.attr} has shape {list(bound.tensors[node.attr].shape)}: there is nothing "
+                f"that {node} could read",
+                call=call,
+                write=f"{node.attr} with at least one element along each dimension",
+            )
 
 
 def _length_error(

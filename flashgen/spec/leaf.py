@@ -95,7 +95,8 @@ class Leaf:
         names = dict(self.names)
         for parameter in self.function.arguments:
             public = self.public(parameter)
-            if public in changes and parameter.name not in self.bound:
+            is_bound = parameter.name in self.bound and public not in self.defaults
+            if public in changes and not is_bound:
                 names[parameter.name] = changes[public]
         return replace(self, names=names, _traces={})
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from ..errors import FlashgenError
+from ..expr import INDEX_NAMES
 from ..trace import Symbol
 from .leaf import Argument, Leaf, unknown_name
 
@@ -18,6 +20,7 @@ RESERVED = frozenset(
     "cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv page_table kv_lens page_layout "
     "batch_invariant q_len kv_len batch heads block_size planner dropout dropout_p seed".split()
 )
+SYMBOLS = frozenset({"score", *INDEX_NAMES})
 
 
 class Mask:
@@ -194,6 +197,18 @@ def check_arguments(arguments: Any, call: object) -> None:
     """No reserved name, and the same name always the same kind. Raises FlashgenError."""
     seen: dict[str, Argument] = {}
     for argument in arguments:
+        if not argument.name.isidentifier() or keyword.iskeyword(argument.name):
+            raise FlashgenError(
+                f"{argument.name!r} can't be given as a keyword argument",
+                call=call,
+                write="an identifier",
+            )
+        if argument.name in SYMBOLS:
+            raise FlashgenError(
+                f"{argument.name} is what functions ask for the index symbol by",
+                call=call,
+                write=f"another name for the parameter, e.g. {argument.name}_",
+            )
         if argument.name in RESERVED:
             raise FlashgenError(
                 f"{argument.name} is a name of the call's own arguments",

@@ -222,6 +222,12 @@ def _value(argument: Argument, value: Any, call: object) -> Any:
             call=call,
             write=f"{argument.name}={'True' if argument.type == 'bool' else '128'}",
         )
+    if argument.type == "int" and not -(2**63) <= value < 2**63:
+        raise FlashgenError(
+            f"{argument.name} is {value}, beyond 64 bits",
+            call=call,
+            write=f"{argument.name} between -2**63 and 2**63 - 1",
+        )
     return float(value) if argument.type == "float" else value
 
 
@@ -274,6 +280,8 @@ def _with_captured(
     def rename(node: Expr) -> Expr | None:
         if node.op == "load" and node.attr in changes:
             return Expr("load", node.kind, node.args, changes[node.attr])
+        if node.op == "size" and node.attr[0] in changes:
+            return Expr("size", node.kind, (), (changes[node.attr[0]], node.attr[1]))
         return None
 
     return substitute(expr, rename)

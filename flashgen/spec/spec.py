@@ -64,8 +64,8 @@ class Spec:
 
     @cached_property
     def mask_tensors(self) -> frozenset[str]:
-        """Data that the mask reads."""
-        return leaves(self.mask, "load")
+        """Data that the mask reads, if only its lengths."""
+        return leaves(self.mask, "load") | {name for name, _ in leaves(self.mask, "size")}
 
     @cached_property
     def mask_scalars(self) -> frozenset[str]:
