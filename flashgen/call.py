@@ -129,7 +129,14 @@ def _geometry(
     offset = check_offset(q_offset, batch, q.device, text)
     if kv_lens is not None:
         kv_lens = _kv_lens(text, kv_lens, batch, k.shape[2], q.device)
-    return Geometry(batch, heads, k.shape[1], q_len, k.shape[2], q.device, offset, kv_lens)
+    found = Geometry(batch, heads, k.shape[1], q_len, k.shape[2], q.device, offset, kv_lens)
+    if found.last_position is not None and found.last_position > MAX_POSITION:
+        raise FlashgenError(
+            f"the last query is position {found.last_position - 1}",
+            call=text,
+            write="positions below 2^30 - 1: a smaller q_offset",
+        )
+    return found
 
 
 def _kv_lens(
@@ -150,7 +157,7 @@ def _kv_lens(
 def _scale(text: CallText, scale: Any, head_dim: int) -> float:
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, torch.Tensor) or isinstance(scale, bool):
+    if isinstance(scale, (torch.Tensor, bool, str)) or not hasattr(scale, "__float__"):
         raise FlashgenError(
             f"scale is a {type(scale).__name__}",
             call=text,
@@ -172,6 +179,9 @@ def _sinks(
         raise FlashgenError(problem, call=text, write=write)
     if sinks is None:
         return None
+    if not isinstance(sinks, torch.Tensor):
+        problem = f"sinks is a {type(sinks).__name__}"
+        raise FlashgenError(problem, call=text, write=f"a float tensor [{geometry.heads}]")
     if sinks.shape != (geometry.heads,) or not sinks.dtype.is_floating_point:
         problem = f"sinks has shape {list(sinks.shape)} and dtype {sinks.dtype}"
         raise FlashgenError(problem, call=text, write=f"a float tensor [{geometry.heads}]")

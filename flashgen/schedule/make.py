@@ -42,6 +42,7 @@ def make_schedule(
         planner,
         mask_scalars(bound),
         runs,
+        geometry.group if spec.uses("h_kv") else None,
     )
 
 
@@ -66,15 +67,17 @@ def mask_scalars(bound: Bound) -> tuple[tuple[str, Any], ...]:
 
 def check_block_size(block_size: Any, call: object) -> tuple[int, int]:
     """(queries, keys), multiples of 16 up to 256. Raises FlashgenError."""
-    pair = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
+    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     good = len(pair) == 2 and all(
         isinstance(n, int) and 16 <= n <= 256 and n % 16 == 0 for n in pair
     )
     if not good:
         raise FlashgenError(
-            f"block_size is {block_size}", call=call, write="multiples of 16 up to 256: (128, 64)"
+            f"block_size is {block_size!r}",
+            call=call,
+            write="multiples of 16 up to 256: (128, 64)",
         )
-    return pair
+    return pair[0], pair[1]
 
 
 def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) -> None:
@@ -106,13 +109,16 @@ def _differences(schedule: Schedule, bound: Bound, geometry: Geometry) -> list[A
         ("scalars", dict(schedule.scalars), dict(mask_scalars(bound))),
         ("Sq =", schedule.q_len, geometry.q_len),
         ("Skv =", schedule.kv_len, geometry.kv_len),
-        ("q_offset", _offset(schedule.q_offset), _offset(geometry.q_offset)),
-        ("kv_lens", schedule.kv_lens is not None, geometry.kv_lens is not None),
+        ("q_offset", _shown(schedule.q_offset), _shown(geometry.q_offset)),
+        ("kv_lens", _shown(schedule.kv_lens), _shown(geometry.kv_lens)),
+        ("groups of", schedule.group, geometry.group if bound.spec.uses("h_kv") else None),
         ("batch size", batch, geometry.batch if wide else 1),
         ("heads", heads, geometry.heads if by_head else 1),
     ]
 
 
-def _offset(offset: int | torch.Tensor | None) -> Any:
+def _shown(value: int | torch.Tensor | None) -> Any:
     """What can be compared without waiting for the device."""
-    return f"a tensor {list(offset.shape)}" if isinstance(offset, torch.Tensor) else offset
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if value.device.type == "cpu" else f"a tensor {list(value.shape)}"

@@ -32,6 +32,8 @@ class Schedule:
     planner: str
     scalars: tuple[tuple[str, Any], ...] = ()
     _kv_runs: Runs | None = field(default=None, repr=False)
+    # Query heads that share one of keys, where the mask tells heads of keys apart.
+    group: int | None = None
 
     @property
     def device(self) -> torch.device:
