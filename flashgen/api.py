@@ -258,8 +258,9 @@ def _run(backend: str, call: Call, schedule: Schedule) -> tuple[torch.Tensor, to
 
         return cpu.attention(call.q, call.k, call.v, **arguments)
     from . import ops
+    from .kernel_names import spell
 
-    return ops.attention(call.q, call.k, call.v, **arguments)
+    return ops.attention(call.q, call.k, call.v, **{**arguments, "bound": spell(call.bound)})
 
 
 def attention(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,7 +85,10 @@ def environment() -> jinja2.Environment:
 
 def _pack(names: list[str]) -> str:
     """A list of strings as Python, wrapped to the house's line length."""
-    lines = textwrap.wrap(", ".join(f'"{name}"' for name in names), 88)
+    line = ", ".join(f'"{name}"' for name in names)
+    if len(line) < 60:
+        return f"[{line}]"
+    lines = textwrap.wrap(line, 88)
     return "[" + "".join(f"\n        {line}" for line in lines) + "\n    ]" if lines else "[]"
 
 
@@ -106,18 +110,11 @@ def identifiers() -> frozenset[str]:
     return frozenset(re.findall(r"[A-Za-z_]\w*", " ".join(sources)))
 
 
-def user_names(spec: Spec) -> dict[str, str]:
-    """How kernels spell the user's scalars."""
-    used = identifiers()
-    return {s.name: f"{s.name}_" if s.name in used else s.name for s in spec.scalars}
-
-
 def data_arguments(spec: Spec, variant: Variant) -> list[str]:
     """The kernel's arguments for scalars and tensors, annotated so that values never specialise."""
-    spelled = user_names(spec)
     types = {"float": "tl.float32", "bool": "tl.int32"}
     arguments = [
-        f"{spelled[s.name]}: "
+        f"{s.name}: "
         + (types.get(s.kind) or ("tl.int64" if s.name in variant.wide else "tl.int32"))
         for s in spec.scalars
     ]
@@ -156,6 +153,12 @@ def _attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     return arguments + data_arguments(spec, variant)
 
 
+def unaligned_pointers(arguments: Iterable[str], spec: Spec) -> list[str]:
+    """Pointers read one element at a time: their alignment must not make another binary."""
+    read = {"sinks_ptr", "kv_lens_ptr", "q_offset_ptr", *(f"{t.name}_ptr" for t in spec.tensors)}
+    return [name for name in map(bare, arguments) if name in read]
+
+
 def _is_pointer(argument: str) -> bool:
     return bare(argument).endswith("_ptr") or argument in _SCHEDULE
 
@@ -173,7 +176,7 @@ def lower_for(
     expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]
 ) -> Lowered:
     """An expression's statements in the attention loop: (row block, tile)."""
-    names = {**INDEX_NAMES, "score": "s", **user_names(spec)}
+    names = {**INDEX_NAMES, "score": "s"}
     return lower(
         [expr] if expr is not None else [],
         stages=2,
@@ -205,7 +208,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         helpers=sorted(helpers),
         arguments=arguments,
         unspecialized=[bare(a) for a in arguments if not _is_pointer(a)],
-        unaligned=[*(["sinks_ptr"] if spec.sinks else []), *(f"{t.name}_ptr" for t in spec.tensors)],
+        unaligned=unaligned_pointers(arguments, spec),
         aligned_strides=STRIDES,
         head_dim=variant.head_dim,
         v_head_dim=variant.v_head_dim,
@@ -252,13 +255,21 @@ def _select_arguments(arguments: list[str]) -> dict[str, list[str]]:
 def header(spec: Spec, command: str) -> str:
     """Comments above a generated module: what it computes, and how to make it again."""
     lines = [f"flashgen {__version__}", *str(spec).splitlines()]
-    lines += [f"tile rule: {line}" for line in str(tile_rule(spec.mask)).splitlines()]
+    lines += ["tile rule", *(f"  {line}" for line in str(tile_rule(spec.mask)).splitlines())]
     if command:
         lines.append(f"made by: {command}")
-    return "\n".join(f"# {line}" for line in lines)
+    return "\n".join(part for line in lines for part in _comment(line))
+
+
+def _comment(line: str) -> list[str]:
+    blanks = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line.strip(), 99, initial_indent=f"# {blanks}", subsequent_indent=f"# {blanks}    "
+    )
 
 
 def tidy(text: str) -> str:
-    """No trailing blanks, and no more than two empty lines in a row."""
+    """No trailing blanks; at most two empty lines between definitions, one inside them."""
     text = re.sub(r"[ \t]+\n", "\n", text)
+    text = re.sub(r"\n{3,}(?= )", "\n\n", text)
     return re.sub(r"\n{4,}", "\n\n\n", text)

@@ -16,7 +16,6 @@ from .emit import (
     identifiers,
     parts_of,
     tidy,
-    user_names,
 )
 from .expr import Expr, const, leaves, make
 from .lower import Lowered, isolate, lower
@@ -119,27 +118,31 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
     prepare, queries, keys = _kernels(spec, variant, wanted)
     helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
-    text = environment().get_template(TEMPLATE).render(
-        header=header(spec, ""),
-        helpers=sorted(helpers),
-        grads=wanted,
-        prepare=prepare,
-        queries=queries,
-        keys=keys,
-        by_query=by_query,
-        by_key=by_key,
-        terms=by_query.terms,
-        row_lines=by_query.row_lines,
-        score=spec.score is not None,
-        softcap=spec.softcap,
-        head_dim=variant.head_dim,
-        v_head_dim=variant.v_head_dim,
-        q_parts=parts_of(variant.head_dim),
-        v_parts=parts_of(variant.v_head_dim),
-        kv_lens=variant.kv_lens,
-        offset=variant.offset,
-        uses_q_idx="q_idx" in indices,
-        used_in=_used_in,
+    text = (
+        environment()
+        .get_template(TEMPLATE)
+        .render(
+            header=header(spec, ""),
+            helpers=sorted(helpers),
+            grads=wanted,
+            prepare=prepare,
+            queries=queries,
+            keys=keys,
+            by_query=by_query,
+            by_key=by_key,
+            terms=by_query.terms,
+            row_lines=by_query.row_lines,
+            score=spec.score is not None,
+            softcap=spec.softcap,
+            head_dim=variant.head_dim,
+            v_head_dim=variant.v_head_dim,
+            q_parts=parts_of(variant.head_dim),
+            v_parts=parts_of(variant.v_head_dim),
+            kv_lens=variant.kv_lens,
+            offset=variant.offset,
+            uses_q_idx="q_idx" in indices,
+            used_in=_used_in,
+        )
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
@@ -158,7 +161,8 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     mask = _lower([] if spec.mask is None else [isolate(spec.mask)], spec, variant, block, [])
     keep = mask.results[0] if mask.results else ""
     if spec.score is None:
-        return Math(*mask.statements, (), (), keep, "", "1.0", mask.helpers)
+        rows, tile = mask.statements
+        return Math(rows, tile, (), (), keep, "", "1.0", mask.helpers)
     found = derivatives_of(spec)
     slope = const(1.0) if found.score == ZERO else found.score
     reads = [(load, by) for load, by in found.loads if load.attr in wanted.data]
@@ -172,7 +176,9 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
         text = f"tl.zeros_like(s) + ({text})"
     terms = tuple(
         _term(load, by, offset, number)
-        for number, ((load, _), by, offset) in enumerate(zip(reads, rest[::2], rest[1::2], strict=True))
+        for number, ((load, _), by, offset) in enumerate(
+            zip(reads, rest[::2], rest[1::2], strict=True)
+        )
     )
     rows = (*mask.statements[0], *score.statements[0])
     helpers = mask.helpers | score.helpers
@@ -182,7 +188,7 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
 def _lower(
     exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: list[str]
 ) -> Lowered:
-    names = {**INDEX_NAMES, "score": "s", **user_names(spec)}
+    names = {**INDEX_NAMES, "score": "s"}
     moving = "kv_idx" if block == "q" else "q_idx"
     return lower(
         exprs,

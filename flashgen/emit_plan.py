@@ -15,8 +15,9 @@ from .emit import (
     data_arguments,
     environment,
     header,
+    identifiers,
     tidy,
-    user_names,
+    unaligned_pointers,
 )
 from .expr import Expr, cast
 from .lower import Lowered, Widths, lower
@@ -48,6 +49,7 @@ class Side:
     title: str
     arguments: tuple[str, ...]
     unspecialized: tuple[str, ...]
+    unaligned: tuple[str, ...]
     lines: tuple[str, ...]
     summaries: tuple[Summary, ...]
 
@@ -87,7 +89,7 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
         helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
         sides=sides,
         summaries=summaries,
-        unaligned=[f"{t.name}_ptr" for t in spec.tensors],
+        unaligned=unaligned_pointers(arguments, spec),
         unspecialized=[bare(a) for a in arguments if ":" in a],
         arguments=arguments,
         data_names=names,
@@ -97,7 +99,7 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
         rule_lines=rules.statements[0],
         may=rules.results[0],
         must=rules.results[1],
-        call_rest=", ".join(["q_len", "kv_len", *names]),
+        call_rest=["q_len", "kv_len", *names],
         kv_lens=variant.kv_lens,
         offset=variant.offset,
         head_dim=0,
@@ -151,11 +153,11 @@ def _lower(exprs: list[Expr], spec: Spec, variant: Variant, tiles: dict[Expr, st
         exprs,
         stages=1,
         stage_of=lambda _: 0,
-        names={**INDEX_NAMES, **user_names(spec)},
+        names=INDEX_NAMES,
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
         tiles=tiles,
-        taken=frozenset(INDEX_NAMES),
+        taken=identifiers() | frozenset(INDEX_NAMES),
     )
 
 
@@ -181,6 +183,7 @@ def _side(
         {"q": "queries", "kv": "keys"}[name],
         tuple(arguments),
         tuple(bare(a) for a in arguments if ":" in a),
+        tuple(unaligned_pointers(arguments, spec)),
         lowered.statements[0],
         spelled,
     )

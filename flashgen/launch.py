@@ -103,9 +103,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def data_values(bound: Bound) -> dict[str, Any]:
     """The kernel's arguments for a call's scalars and data."""
-    spelled = emit.user_names(bound.spec)
     values: dict[str, Any] = {
-        spelled[name]: int(value) if isinstance(value, bool) else value
+        name: int(value) if isinstance(value, bool) else value
         for name, value in bound.scalars.items()
     }
     for name, tensor in bound.tensors.items():
@@ -201,7 +200,7 @@ def constants_of(
         "TILE_M": block_size[0],
         "TILE_N": block_size[1],
         "ALIGN": alignment(aligned),
-        "OFFSET": tl.int32 if all(256 * s < 2**31 for t in aligned for s in t.stride()) else tl.int64,
+        "OFFSET": tl.int32 if all(256 * t.stride(-2) < 2**31 for t in aligned if t.ndim > 1) else tl.int64,
         "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "PRECISION": precision_of(q.dtype),
     }

@@ -6,6 +6,7 @@ from . import cache, emit, launch
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
+from .kernel_names import spell
 from .model import Cost
 from .schedule import Schedule
 from .show import explain_text
@@ -15,8 +16,9 @@ LINES_SHOWN = 24
 
 
 def _generated(call: Call) -> list[emit.Generated]:
-    variant = launch.variant_of(call.bound, call.geometry, call.q.shape[-1], call.v.shape[-1])
-    return [launch.generate(call.bound.spec, variant)]
+    bound = spell(call.bound)
+    variant = launch.variant_of(bound, call.geometry, call.q.shape[-1], call.v.shape[-1])
+    return [launch.generate(bound.spec, variant)]
 
 
 def _path(generated: emit.Generated) -> str:

@@ -10,6 +10,7 @@ import torch
 from . import cache, emit
 from .emit_plan import PlanModule, Side, plan_module
 from .geometry import Geometry
+from .kernel_names import spell
 from .launch import data_values, key_parts, launch, position_values, variant_of
 from .schedule import Planner, Runs
 from .schedule.classify import grid_of
@@ -18,6 +19,8 @@ from .spec import Bound, Spec
 from .tiling import Tiling
 
 _TILING = Tiling(0, 0, 4, 1)
+# Tiles that a program looks at together; the same for every length.
+_CHUNK = 64
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,6 +56,7 @@ def plan(
     bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner
 ) -> tuple[torch.Tensor, Runs]:
     """The states of all tiles and the runs along the rows, without waiting for the device."""
+    bound = spell(bound)
     grid = grid_of(bound, geometry, block)
     states = torch.empty(grid, dtype=torch.int8, device=geometry.device)
     if states.numel():
@@ -94,15 +98,14 @@ def _classify(
     for side in made.sides:
         tiles, size = (q_tiles, block[0]) if side.name == "q" else (kv_tiles, block[1])
         values |= _summarize(module, side, values, batch * heads, tiles, size)
-    chunk = min(64, max(16, 1 << (kv_tiles - 1).bit_length()))
     constants = {
         "TILE_M": block[0],
         "TILE_N": block[1],
         "BLOCK_N": 1 << (block[1] - 1).bit_length(),
-        "CHUNK": chunk,
+        "CHUNK": _CHUNK,
         "ELEMENTS": planner != "bounds",
     }
-    programs = batch * heads * q_tiles * -(-kv_tiles // chunk)
+    programs = batch * heads * q_tiles * -(-kv_tiles // _CHUNK)
     launch(module.classify, made.generated.arguments, values, constants, _TILING, programs)
 
 
@@ -152,7 +155,7 @@ def compact(
         "HAS_LENS": kv_lens is not None,
         "TILE_N": tile_n,
         "BY_KEY": by_key,
-        "CHUNK": min(256, max(16, 1 << tiles.bit_length())),
+        "CHUNK": _CHUNK,
     }
     programs = batch * heads * rows
     if programs:

@@ -41,8 +41,8 @@ def lower(
     """Write `exprs` as Triton.
 
     `stage_of` says where a value changes; `names` spells indices and the score; `tiles` spells
-    summaries of tiles; `taken` are names that can't be given. A value of an earlier stage than its user gets a name there, and so does
-    one that is used twice."""
+    summaries of tiles; `taken` are names that can't be given. A value of an earlier stage than
+    its user gets a name there, and so does one that is used twice."""
     lowering = _Lowering(stages, stage_of, names, dtypes, wide_scalars, tiles or {}, set(taken))
     return lowering.run(exprs)
 
@@ -58,6 +58,7 @@ class _Lowering:
     taken: set[str]
     statements: list[list[str]] = field(init=False)
     _texts: dict[Expr, Text] = field(default_factory=dict)
+    _bindings: dict[tuple[Stage, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.statements = [[] for _ in range(self.stages)]
@@ -157,11 +158,14 @@ class _Lowering:
         return spell.cast(value, target)
 
     def _load(self, node: Expr) -> Text:
-        terms = [f"{node.attr}_ptr"]
-        for dim, position in enumerate(node.args):
-            text = self._clamped(node.attr, dim, position)
-            terms.append(f"{spell.wrap(text, 7)} * {node.attr}_stride_{dim}")
-        value: Text = (f"tl.load({' + '.join(terms)})", ATOM)
+        address, stage = f"{node.attr}_ptr", self.stage_of(node)
+        terms = [self._term(node, dim) for dim in range(len(node.args)) if not _is_zero(node, dim)]
+        fixed = [text for text, at in terms if at < stage]
+        if fixed:
+            earlier = max(at for _, at in terms if at < stage)
+            address = self._bind(earlier, f"{node.attr}_row", " + ".join([address, *fixed]))
+        address = " + ".join([address, *(text for text, at in terms if at >= stage)])
+        value: Text = (f"tl.load({address})", ATOM)
         dtype = self.dtypes[node.attr]
         if node.kind == "bool":
             return f"{value[0]} != 0", 1
@@ -169,14 +173,28 @@ class _Lowering:
             return spell.cast(value, "FLOAT")
         return value if dtype in (torch.int32, torch.int64) else spell.cast(value, "tl.int32")
 
-    def _clamped(self, name: str, dim: int, position: Expr) -> Text:
-        """The index inside the tensor. Bare b, h and h_kv were checked on the host."""
+    def _term(self, node: Expr, dim: int) -> tuple[str, Stage]:
+        """One dimension's part of an address, and where it is known."""
+        position, stage = node.args[dim], self.stage_of(node.args[dim])
         text = self._text(position)
-        if position.op == "index" and position.attr in ("b", "h", "h_kv"):
-            return text
-        low, _ = self.widths.range(position)
-        inner = text[0] if low >= 0 else f"tl.maximum({text[0]}, 0)"
-        return f"tl.minimum({inner}, {size_name(name, dim)} - 1)", ATOM
+        # Bare b, h and h_kv were checked on the host; any other index is kept inside the tensor.
+        if position.op != "index" or position.attr not in ("b", "h", "h_kv"):
+            low, _ = self.widths.range(position)
+            inner = text[0] if low >= 0 else f"tl.maximum({text[0]}, 0)"
+            clamped = f"tl.minimum({inner}, {size_name(node.attr, dim)} - 1)"
+            text = self._bind(stage, f"{self._hint(node)}_at", clamped), ATOM
+        return f"{spell.wrap(text, 7)} * {node.attr}_stride_{dim}", stage
+
+    def _bind(self, stage: Stage, hint: str, text: str) -> str:
+        """A name for a text in a stage; the same text gets the same one."""
+        if (stage, text) not in self._bindings:
+            name = self._bindings[stage, text] = self._fresh(hint)
+            self.statements[stage].append(f"{name} = {text}")
+        return self._bindings[stage, text]
+
+
+def _is_zero(node: Expr, dim: int) -> bool:
+    return node.args[dim].is_const and node.args[dim].attr == 0
 
 
 def _indices(node: Expr) -> set[str]:
