@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from . import backends, launch
 from .call import Call, CallText, check
+from .config import config
 from .errors import FlashgenError
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
@@ -128,6 +129,10 @@ class Attention:
             q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data
         )
         choice = backends.choose(backend, call.q.device, call.q.dtype, call.text)
+        if config.debug:
+            from .debug import report_clamped
+
+            report_clamped(call.bound, call.geometry)
         if schedule is None:
             schedule = self._planned(call, None, "auto")
         else:
@@ -157,8 +162,14 @@ class Attention:
         wanted = {a.name for a in mask_only._program.params}
         score_only = {a.name for a in self._program.params} - wanted
         data = {name: value for name, value in data.items() if name not in score_only}
-        arguments = {"q_offset": q_offset, "kv_lens": kv_lens, "data": data}
-        call = mask_only._check(q, k, k if v is None else v, scale=None, sinks=None, **arguments)
+        call = mask_only._check(
+            *(q, k, k if v is None else v),
+            scale=None,
+            sinks=None,
+            q_offset=q_offset,
+            kv_lens=kv_lens,
+            data=data,
+        )
         block = None if block_size is None else check_block_size(block_size, call.text)
         return self._planned(call, block, planner)
 
@@ -195,9 +206,7 @@ class Attention:
                 )
         return check(self._program, text, q, k, v, data=data, **arguments)
 
-    def _planned(
-        self, call: Call, block: tuple[int, int] | None, planner: Literal["auto", "bounds", "exact"]
-    ) -> Schedule:
+    def _planned(self, call: Call, block: tuple[int, int] | None, planner: Planner) -> Schedule:
         if block is None:
             block = self._block_size(call)
         key = _key(call, block, planner)

@@ -105,9 +105,7 @@ class _Rules:
 
     def _where(self, expr: Expr) -> tuple[Expr, Expr]:
         chosen, yes, no = expr.args
-        either = make(
-            "or", make("and", chosen, yes), make("and", make("not", chosen), no)
-        )
+        either = make("or", make("and", chosen, yes), make("and", make("not", chosen), no))
         return self.truth(either)
 
     def _lt(self, expr: Expr) -> tuple[Expr, Expr]:
@@ -121,7 +119,8 @@ class _Rules:
             return TRUE, FALSE
         (low_a, high_a), (low_b, high_b) = self.interval(left), self.interval(right)
         # `not (b <= a)` rather than `a < b`: a NaN in a bound must leave the tile open.
-        may = TRUE if low_a is None or high_b is None else make("not", make(opposite, high_b, low_a))
+        unknown = low_a is None or high_b is None
+        may = TRUE if unknown else make("not", make(opposite, high_b, low_a))  # type: ignore[arg-type]
         must = FALSE if high_a is None or low_b is None else make(op, high_a, low_b)
         if op == "le" and high_a is not None and low_b is not None and _may_hide_nan(left, right):
             # inf <= inf says nothing of a NaN in between.
@@ -150,7 +149,8 @@ class _Rules:
             return TRUE, FALSE
         point = TRUE
         for low, high in ends:
-            assert low is not None and high is not None
+            assert low is not None
+            assert high is not None
             point = make("and", point, make("eq", low, high))
         value = Expr("load", "bool", tuple(low for low, _ in ends if low is not None), expr.attr)
         return make("or", make("not", point), value), make("and", point, value)
@@ -212,9 +212,7 @@ class _Rules:
         (a, a_high), (b, b_high) = map(self.interval, expr.args)
         if a is None or a_high is None or b is None or b_high is None:
             return None, None
-        products = list(
-            dict.fromkeys(make("mul", x, y) for x in (a, a_high) for y in (b, b_high))
-        )
+        products = list(dict.fromkeys(make("mul", x, y) for x in (a, a_high) for y in (b, b_high)))
         return _fold("minimum", products), _fold("maximum", products)
 
     def _bound_floordiv(self, expr: Expr) -> Interval:

@@ -82,7 +82,7 @@ def _lengths_differ(geometry: Geometry) -> bool:
 
 def _check_inputs(text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
+        if not hasattr(x, "device"):
             problem = f"{name} is a {type(x).__name__}"
         elif x.ndim != 4:
             problem = f"{name} has {x.ndim} dimensions"
@@ -172,14 +172,16 @@ def _sinks(
     text: CallText, declared: bool, sinks: torch.Tensor | None, geometry: Geometry
 ) -> torch.Tensor | None:
     if declared != (sinks is not None):
-        problem = "sinks=True was declared, and no sinks are given" if declared else (
-            "sinks are given, and were not declared"
+        problem = (
+            "sinks=True was declared, and no sinks are given"
+            if declared
+            else ("sinks are given, and were not declared")
         )
         write = f"sinks=<[{geometry.heads}]>" if declared else "fg.Attention(..., sinks=True)"
         raise FlashgenError(problem, call=text, write=write)
     if sinks is None:
         return None
-    if not isinstance(sinks, torch.Tensor):
+    if not hasattr(sinks, "shape"):
         problem = f"sinks is a {type(sinks).__name__}"
         raise FlashgenError(problem, call=text, write=f"a float tensor [{geometry.heads}]")
     if sinks.shape != (geometry.heads,) or not sinks.dtype.is_floating_point:

@@ -170,7 +170,5 @@ _RULES: dict[str, Rule] = {
     "cos": _function(lambda x, y: negated(make("sin", x))),
     "tanh": _function(lambda x, y: make("sub", ONE, _square(y))),
     "sigmoid": _function(lambda x, y: times(y, make("sub", ONE, y))),
-    "erf": _function(
-        lambda x, y: times(const(_TWO_BY_ROOT_PI), make("exp", negated(_square(x))))
-    ),
+    "erf": _function(lambda x, y: times(const(_TWO_BY_ROOT_PI), make("exp", negated(_square(x))))),
 }

@@ -48,7 +48,7 @@ class Generated:
 class Part(NamedTuple):
     """A power-of-two piece of a head dimension: elements `first` to `first + size`."""
 
-    index: int
+    number: int
     first: int
     size: int
     is_cut: bool
@@ -172,9 +172,7 @@ def _has_score(expr: Expr) -> bool:
     return bool(leaves(expr, "score"))
 
 
-def lower_for(
-    expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]
-) -> Lowered:
+def lower_for(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
     """An expression's statements in the attention loop: (row block, tile)."""
     names = {**INDEX_NAMES, "score": "s"}
     return lower(
@@ -193,9 +191,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
     template = "forward.py.j2"
     isolated = None if spec.mask is None else isolate(spec.mask)
     mask = lower_for(isolated, spec, variant, frozenset())
-    assigned = frozenset(
-        line.partition(" = ")[0] for part in mask.statements for line in part
-    )
+    assigned = frozenset(line.partition(" = ")[0] for part in mask.statements for line in part)
     score = lower_for(spec.score, spec, variant, assigned)
     # Shaped like the keys at least, so that it can be selected by key.
     keep = mask.results[0] if mask.results else "kv_idx >= 0"
@@ -203,29 +199,33 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         keep = f"(kv_idx >= 0) & ({keep})"
     arguments = _attention_arguments(spec, variant)
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
-    text = environment().get_template(template).render(
-        header=header(spec, command),
-        helpers=sorted(helpers),
-        arguments=arguments,
-        unspecialized=[bare(a) for a in arguments if not _is_pointer(a)],
-        unaligned=unaligned_pointers(arguments, spec),
-        aligned_strides=STRIDES,
-        head_dim=variant.head_dim,
-        v_head_dim=variant.v_head_dim,
-        q_parts=parts_of(variant.head_dim),
-        v_parts=parts_of(variant.v_head_dim),
-        kv_lens=variant.kv_lens,
-        offset=variant.offset,
-        row_lines=(*mask.statements[0], *score.statements[0]),
-        tile_lines=mask.statements[1],
-        score_lines=score.statements[1],
-        keep=keep,
-        has_mask=spec.mask is not None,
-        score=score.results[0] if score.results else None,
-        softcap=spec.softcap,
-        sinks=spec.sinks,
-        uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
-        **_select_arguments(arguments),
+    text = (
+        environment()
+        .get_template(template)
+        .render(
+            header=header(spec, command),
+            helpers=sorted(helpers),
+            arguments=arguments,
+            unspecialized=[bare(a) for a in arguments if not _is_pointer(a)],
+            unaligned=unaligned_pointers(arguments, spec),
+            aligned_strides=STRIDES,
+            head_dim=variant.head_dim,
+            v_head_dim=variant.v_head_dim,
+            q_parts=parts_of(variant.head_dim),
+            v_parts=parts_of(variant.v_head_dim),
+            kv_lens=variant.kv_lens,
+            offset=variant.offset,
+            row_lines=(*mask.statements[0], *score.statements[0]),
+            tile_lines=mask.statements[1],
+            score_lines=score.statements[1],
+            keep=keep,
+            has_mask=spec.mask is not None,
+            score=score.results[0] if score.results else None,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
+            uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
+            **_select_arguments(arguments),
+        )
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""

@@ -84,26 +84,30 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
     ]
     names = [bare(a) for a in data]
     helpers = rules.helpers | mask.helpers
-    text = environment().get_template(TEMPLATE).render(
-        header=header(spec, ""),
-        helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
-        sides=sides,
-        summaries=summaries,
-        unaligned=unaligned_pointers(arguments, spec),
-        unspecialized=[bare(a) for a in arguments if ":" in a],
-        arguments=arguments,
-        data_names=names,
-        mask=str(spec.mask),
-        allowed_lines=mask.statements[0],
-        allowed=mask.results[0],
-        rule_lines=rules.statements[0],
-        may=rules.results[0],
-        must=rules.results[1],
-        call_rest=["q_len", "kv_len", *names],
-        kv_lens=variant.kv_lens,
-        offset=variant.offset,
-        head_dim=0,
-        v_head_dim=0,
+    text = (
+        environment()
+        .get_template(TEMPLATE)
+        .render(
+            header=header(spec, ""),
+            helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
+            sides=sides,
+            summaries=summaries,
+            unaligned=unaligned_pointers(arguments, spec),
+            unspecialized=[bare(a) for a in arguments if ":" in a],
+            arguments=arguments,
+            data_names=names,
+            mask=str(spec.mask),
+            allowed_lines=mask.statements[0],
+            allowed=mask.results[0],
+            rule_lines=rules.statements[0],
+            may=rules.results[0],
+            must=rules.results[1],
+            call_rest=["q_len", "kv_len", *names],
+            kv_lens=variant.kv_lens,
+            offset=variant.offset,
+            head_dim=0,
+            v_head_dim=0,
+        )
     )
     generated = Generated(f"{spec.slug}_plan", tidy(text), tuple(bare(a) for a in arguments))
     return PlanModule(generated, sides, summaries)

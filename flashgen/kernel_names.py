@@ -53,7 +53,7 @@ def _changes(spec: Spec) -> Mapping[str, str]:
     """Old name to new, for those that have to change."""
     used = set(identifiers())
     changes: dict[str, str] = {}
-    names = [(s.name, (s.name,)) for s in spec.scalars]
+    names: list[tuple[str, tuple[str, ...]]] = [(s.name, (s.name,)) for s in spec.scalars]
     names += [(t.name, _words_of(t.name)) for t in spec.tensors]
     taken = {name for name, _ in names}
     for name, words in names:

@@ -44,9 +44,7 @@ def current_target(device: torch.device) -> Target:
     return _target_of_device(device.index if device.index is not None else 0)
 
 
-def variant_of(
-    bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int
-) -> emit.Variant:
+def variant_of(bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int) -> emit.Variant:
     """Which kernel a call needs."""
     wide = {s for s, value in bound.scalars.items() if _is_wide(value)}
     for name, tensor in bound.tensors.items():
@@ -56,9 +54,7 @@ def variant_of(
         offset = "tensor"
     elif geometry.q_offset is None and geometry.kv_lens is not None:
         offset = "lens"
-    return emit.Variant(
-        head_dim, v_head_dim, offset, geometry.kv_lens is not None, frozenset(wide)
-    )
+    return emit.Variant(head_dim, v_head_dim, offset, geometry.kv_lens is not None, frozenset(wide))
 
 
 def _is_wide(value: Any) -> bool:
@@ -194,13 +190,15 @@ def constants_of(
     """The compile-time values of an attention kernel."""
     import triton.language as tl
 
+    # The largest tile has 256 rows.
+    narrow = all(256 * t.stride(-2) < 2**31 for t in aligned if t.ndim > 1)
     return {
         "BLOCK_M": tiling.block_m,
         "BLOCK_N": tiling.block_n,
         "TILE_M": block_size[0],
         "TILE_N": block_size[1],
         "ALIGN": alignment(aligned),
-        "OFFSET": tl.int32 if all(256 * t.stride(-2) < 2**31 for t in aligned if t.ndim > 1) else tl.int64,
+        "OFFSET": tl.int32 if narrow else tl.int64,
         "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "PRECISION": precision_of(q.dtype),
     }

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from . import cache, emit
-from .emit_backward import Module, Wanted, backward as emit_backward, ignores_score
+from .emit_backward import Module, Wanted, ignores_score
+from .emit_backward import backward as emit_backward
 from .errors import FlashgenError
 from .geometry import Geometry
 from .launch import (
@@ -59,7 +60,7 @@ class Saved:
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant, wanted: Wanted = Wanted()) -> Module:
+def generate(spec: Spec, variant: emit.Variant, wanted: Wanted) -> Module:
     """The text of the backward kernels."""
     return emit_backward(spec, variant, wanted)
 
@@ -130,7 +131,7 @@ def backward(
         kernels = replace(kernels, q=False, k=False)
     grads = _allocate(saved, wanted, kernels, bound)
     if not saved.lse.numel() or not saved.k.shape[2]:
-        return _empty(saved, grads, sinks, sinks_wanted)
+        return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     saved = _unit_strides(saved)
     run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap)
     run.prepare()
@@ -162,7 +163,8 @@ def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gr
         made = torch.empty_like(x) if is_written else torch.zeros_like(x)
         return made if made.stride(-1) == 1 else made.contiguous()
 
-    data = {n: torch.zeros(bound.tensors[n].shape, dtype=kind, device=saved.q.device) for n in wanted.data}
+    shapes = {name: bound.tensors[name].shape for name in wanted.data}
+    data = {n: torch.zeros(s, dtype=kind, device=saved.q.device) for n, s in shapes.items()}
     return Gradients(
         like(saved.q, wanted.q, kernels.q),
         like(saved.k, wanted.k, kernels.k),
@@ -171,19 +173,20 @@ def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gr
     )
 
 
-def _empty(
-    saved: Saved, grads: Gradients, sinks: torch.Tensor | None, sinks_wanted: bool
+def _without_pairs(
+    saved: Saved, grads: Gradients, bound: Bound, sinks: torch.Tensor | None
 ) -> Gradients:
-    """Without queries or keys nothing depends on q, k, v or data; an LSE may be a sink."""
+    """Without queries or keys nothing depends on q, k, v or data; the LSE of a row is its sink."""
     for grad in (grads.q, grads.k, grads.v):
         if grad is not None:
             grad.zero_()
     of_sinks = None
-    if sinks_wanted and sinks is not None:
+    if sinks is not None:
         of_sinks = torch.zeros_like(sinks)
         if saved.grad_lse is not None:
             of_sinks = saved.grad_lse.sum((0, 2)).to(sinks.dtype)
-    return replace(grads, sinks=of_sinks, data={n: g for n, g in grads.data.items()})
+    data = {n: g.to(bound.tensors[n].dtype) for n, g in grads.data.items()}
+    return replace(grads, sinks=of_sinks, data=data)
 
 
 def _unit_strides(saved: Saved) -> Saved:

@@ -116,7 +116,8 @@ def _wanted(bound: Bound, needed: tuple[bool, ...]) -> Wanted:
     """From autograd's flags for q, k, v, sinks and data."""
     loaded = leaves(bound.spec.score, "load")
     data = (t.name for t, need in zip(bound.spec.tensors, needed[4:], strict=True) if need)
-    return Wanted(*needed[:3], tuple(name for name in data if name in loaded))
+    q, k, v = needed[:3]
+    return Wanted(q, k, v, tuple(name for name in data if name in loaded))
 
 
 def _must_be_deterministic() -> bool:

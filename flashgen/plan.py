@@ -38,7 +38,8 @@ def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[
 @functools.cache
 def compaction() -> emit.Generated:
     """The text of the compaction kernel."""
-    text = emit.environment().get_template("compact.py.j2").render(header="# flashgen: runs of tiles")
+    template = emit.environment().get_template("compact.py.j2")
+    text = template.render(header="# flashgen: runs of tiles")
     arguments = (
         "states_ptr", "counts_ptr", "masked_ptr", "full_ptr", "step", "row_step", "grid_step",
         "rows", "tiles", "heads", "kv_len", "kv_lens_ptr", "masked_width", "full_width",

@@ -54,7 +54,8 @@ def _node(node: Expr, args: list[torch.Tensor], env: Env) -> torch.Tensor:
         return _as_kind(_load(env.tensors[node.attr], args), node, env)
     if node.op == "cast":
         return _as_kind(args[0], node, env)
-    return _FUNCTIONS[node.op](*args)
+    result: torch.Tensor = _FUNCTIONS[node.op](*args)
+    return result
 
 
 def _tensor(value: Number, node: Expr, env: Env) -> torch.Tensor:

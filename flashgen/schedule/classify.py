@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
 
 from ..bounds import tile_rule
-from ..expr import Env, Expr, evaluate, leaves
+from ..expr import Env, Expr, evaluate, walk
 from ..geometry import Geometry
 from ..spec import Bound
 
@@ -49,6 +49,14 @@ def classify(
     return states
 
 
+_REDUCTIONS: dict[tuple[bool, str], Callable[..., torch.Tensor]] = {
+    (True, "max"): torch.any,
+    (True, "min"): torch.all,
+    (False, "max"): torch.amax,
+    (False, "min"): torch.amin,
+}
+
+
 class _Tiles:
     """The tiles of one mask on one geometry; positions outside the lengths are clipped away."""
 
@@ -71,8 +79,6 @@ class _Tiles:
         self.summaries = {node: self._summary(node) for node in self._tile_nodes()}
 
     def _tile_nodes(self) -> list[Expr]:
-        from ..expr import walk
-
         nodes = (n for e in (self.rule.may, self.rule.must) for n in walk(e) if n.op == "tile")
         return list(dict.fromkeys(nodes))
 
@@ -94,20 +100,18 @@ class _Tiles:
     def _summary(self, node: Expr) -> torch.Tensor:
         """`min[q](x)` for every tile: [.., query tiles, 1] or [.., 1, key tiles]."""
         side, end = node.attr
-        dim, count, size = (2, self.grid[2], self.block[0]) if side == "q" else (
-            3, self.grid[3], self.block[1]
-        )
+        dim = {"q": 2, "kv": 3}[side]
+        count, size = self.grid[dim], self.block[dim - 2]
         view = [1, 1, 1, 1]
         view[dim] = count * size
         rows = torch.arange(count * size, device=self.geometry.device).reshape(view)
         symbol = {"q": "q_idx", "kv": "kv_idx"}[side]
         env = self._env(self.b, self.h, self.kv_len, **{symbol: self._positions(side, rows)})
         values = evaluate(node.args[0], env)
-        values = values.expand(torch.broadcast_shapes(values.shape, tuple(view)))
-        values = values.unflatten(dim, (count, size))
-        if node.kind == "bool":
-            return values.any(dim + 1) if end == "max" else values.all(dim + 1)
-        return values.amax(dim + 1) if end == "max" else values.amin(dim + 1)
+        values = values + torch.zeros(view, dtype=values.dtype, device=values.device)
+        shape = [*values.shape[:dim], count, size, *values.shape[dim + 1 :]]
+        reduce = _REDUCTIONS[node.kind == "bool", end]
+        return reduce(values.reshape(shape), dim + 1)
 
     def states(self, part: slice, planner: Planner) -> torch.Tensor:
         """The states of some rows of tiles."""
@@ -172,8 +176,3 @@ class _Tiles:
 def _slices(count: int, step: int) -> Iterator[slice]:
     for start in range(0, count, step):
         yield slice(start, start + step)
-
-
-def needs_elements(bound: Bound) -> bool:
-    """Whether the rule alone can leave tiles open that probes may not settle."""
-    return any(leaves(n, "load") for n in tile_rule(bound.spec.mask).summaries)

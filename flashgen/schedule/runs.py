@@ -63,7 +63,7 @@ def _is_affine_in_key(expr: Expr) -> bool:
     if side(expr) in ("", "q"):
         return True
     if expr.op == "index":
-        return expr.attr == "kv_idx"
+        return bool(expr.attr == "kv_idx")
     return expr.op in ("add", "sub", "neg") and all(map(_is_affine_in_key, expr.args))
 
 
@@ -94,5 +94,6 @@ def _runs_of(members: torch.Tensor) -> torch.Tensor:
     for column, marks in enumerate((starts, ends)):
         where = marks.nonzero(as_tuple=True)
         rank = marks.cumsum(-1)[where] - 1
-        runs[(*where[:-1], rank, torch.full_like(rank, column))] = where[-1].to(torch.int32)
+        index = (*where[:-1], rank, torch.full_like(rank, column))
+        runs[index] = where[-1].to(torch.int32)
     return runs

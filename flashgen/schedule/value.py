@@ -119,7 +119,8 @@ class Schedule:
     def nbytes(self) -> int:
         """Bytes held: the states, and the runs made so far."""
         runs = (self.__dict__.get("kv_runs", self._kv_runs), self.__dict__.get("q_runs"))
-        return self.states.numel() + sum(r.nbytes for r in runs if r is not None)
+        made: list[Runs] = [r for r in runs if r is not None]
+        return self.states.numel() + sum(r.nbytes for r in made)
 
     def _repr_svg_(self) -> str:
         from ..show import schedule_svg

@@ -27,7 +27,7 @@ def fit_data(
             raise FlashgenError(
                 f"{name} is on {tensor.device}, and the queries are on {device}",
                 call=call,
-                write=f"{name}={name}.to(q.device)",
+                write=f"{name}.to(q.device); a mask with data bound to it: mask.to(q.device)",
             )
     _check_not_empty(bound, extents, call)
     for name, dim, symbol in _bare_dimensions(bound.spec):

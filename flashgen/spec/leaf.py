@@ -91,6 +91,10 @@ class Leaf:
         new = {own[name]: value for name, value in values.items() if name in free}
         return replace(self, bound={**self.bound, **new}, _traces={}) if new else self
 
+    def to(self, device: Any) -> Leaf:
+        moved = {n: x.to(device) if hasattr(x, "shape") else x for n, x in self.bound.items()}
+        return replace(self, bound=moved, _traces={})
+
     def rename(self, changes: Mapping[str, str]) -> Leaf:
         names = dict(self.names)
         for parameter in self.function.arguments:

@@ -96,6 +96,10 @@ class Mask:
         leaf = self._parts[0]
         return leaf.function.function(*symbols, **{**leaf.bound, **data})
 
+    def to(self, device: torch.device | str) -> Mask:
+        """The same mask with the tensors bound to it on another device."""
+        return self._map(lambda leaf: leaf.to(device))
+
     def rename(self, **changes: str) -> Mask:
         """Give parameters other names: `document.rename(doc="segment")`.
 

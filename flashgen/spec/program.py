@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..errors import FlashgenError
-from ..expr import Expr, leaves, make, substitute
+from ..expr import Expr, leaves, make, substitute, walk
 from ..trace import TensorType
 from .heads import MLA
 from .leaf import Argument, Leaf, unknown_name
 from .mask import Mask, check_arguments
-from .spec import Bound, ScalarParam, Spec, TensorParam
+from .spec import Bound, ScalarParam, Spec, TensorParam, sizes_read
 
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
@@ -128,14 +128,9 @@ class Program:
         if score is not None and score.op == "score":
             score = None
         loads = leaves(mask, "load") | leaves(score, "load")
-        sizes = {n for e in (mask, score) for n, _ in leaves(e, "size")}
+        sizes = sizes_read(mask) | sizes_read(score)
         tensors = tuple(TensorParam(n, dtypes[n], ranks[n]) for n in sorted(loads | sizes))
-        kinds = {
-            node.attr: node.kind
-            for expr in (mask, score)
-            if expr is not None
-            for node in _scalars(expr)
-        }
+        kinds = {node.attr: node.kind for node in _nodes("scalar", mask, score)}
         scalars = tuple(ScalarParam(n, kinds[n]) for n in sorted(kinds))
         return Spec(
             self.name,
@@ -149,10 +144,8 @@ class Program:
         )
 
 
-def _scalars(expr: Expr) -> list[Expr]:
-    from ..expr import walk
-
-    return [node for node in walk(expr) if node.op == "scalar"]
+def _nodes(op: str, *exprs: Expr | None) -> list[Expr]:
+    return [node for expr in exprs if expr is not None for node in walk(expr) if node.op == op]
 
 
 def _compose(tree: Mask, exprs: Any) -> Expr:
@@ -222,13 +215,17 @@ def _value(argument: Argument, value: Any, call: object) -> Any:
             call=call,
             write=f"{argument.name}={'True' if argument.type == 'bool' else '128'}",
         )
-    if argument.type == "int" and not -(2**63) <= value < 2**63:
+    return _in_range(argument, value, call)
+
+
+def _in_range(argument: Argument, number: Any, call: object) -> Any:
+    if argument.type == "int" and not -(2**63) <= number < 2**63:
         raise FlashgenError(
-            f"{argument.name} is {value}, beyond 64 bits",
+            f"{argument.name} is {number}, beyond 64 bits",
             call=call,
-            write=f"{argument.name} between -2**63 and 2**63 - 1",
+            write=f"{argument.name}=2**62, which is further than any position",
         )
-    return float(value) if argument.type == "float" else value
+    return float(number) if argument.type == "float" else number
 
 
 def _host_number(argument: Argument, value: torch.Tensor, call: object) -> Any:

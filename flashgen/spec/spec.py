@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 
-from ..expr import Expr, Kind, leaves
+from ..expr import Expr, Kind, leaves, walk
 from .heads import MLA
+
+
+def sizes_read(expr: Expr | None) -> frozenset[str]:
+    """Tensors whose lengths an expression uses."""
+    if expr is None:
+        return frozenset()
+    return frozenset(node.attr[0] for node in walk(expr) if node.op == "size")
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Spec:
     @cached_property
     def mask_tensors(self) -> frozenset[str]:
         """Data that the mask reads, if only its lengths."""
-        return leaves(self.mask, "load") | {name for name, _ in leaves(self.mask, "size")}
+        return leaves(self.mask, "load") | sizes_read(self.mask)
 
     @cached_property
     def mask_scalars(self) -> frozenset[str]:

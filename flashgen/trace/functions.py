@@ -173,9 +173,7 @@ _NUMBERS: dict[str, Implementation] = {
     **{name: _as("float") for name in ("float", "double", "half", "bfloat16")},
     **{
         name: _op(name, 1)
-        for name in (
-            "exp exp2 log log2 sqrt rsqrt sin cos tanh sigmoid erf floor ceil".split()
-        )
+        for name in ("exp exp2 log log2 sqrt rsqrt sin cos tanh sigmoid erf floor ceil".split())
     },
 }
 _ALIASES = {

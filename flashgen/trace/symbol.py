@@ -273,7 +273,7 @@ def _unary(op: str) -> Any:
 
 for _name, _op in (("neg", "neg"), ("abs", "abs"), ("invert", "not")):
     setattr(Symbol, f"__{_name}__", _unary(_op))
-Symbol.__pos__ = lambda self: self  # type: ignore[attr-defined]
+setattr(Symbol, "__pos__", lambda self: self)  # noqa: B010
 
 
 def number(value: Any) -> Expr | None:

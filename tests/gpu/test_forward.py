@@ -71,7 +71,7 @@ def test_every_mask_in_bf16(case: Any, nan_filled_empty: None) -> None:
         S = T
     data = case.build(B, H, S, T, torch.Generator().manual_seed(0))
     allowed = case.expected(B, H, S, T, data).cuda()
-    attend = fg.Attention(mask=case.bound(to_gpu(data)))
+    attend = fg.Attention(mask=case.bound(to_gpu(data)).to("cuda"))
     check_against_sdpa(attend, inputs(B, H, H, S, T, 64, 64, torch.bfloat16), allowed)
 
 
@@ -81,7 +81,7 @@ def test_planned_as_on_the_cpu(case: Any) -> None:
     if not case.below_zero:
         S = T
     data = case.build(B, H, S, T, torch.Generator().manual_seed(1))
-    program = fg.Attention(mask=case.bound(to_gpu(data)))._program
+    program = fg.Attention(mask=case.bound(to_gpu(data)).to("cuda"))._program
     q, k, v = inputs(B, H, H, S, T, 16, 16, torch.float16)
     options: dict[str, Any] = {"scale": None, "q_offset": None, "kv_lens": None, "sinks": None}
     call = check(program, CallText("test", {}), q, k, v, data={}, **options)
