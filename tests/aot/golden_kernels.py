@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,8 @@ import flashgen as fg
 from flashgen import emit, launch, masks, plan
 from flashgen.call import Call
 from flashgen.emit_plan import PlanModule
+from flashgen.kernel_names import spell
+from flashgen.spec import Spec
 
 BATCH, HEADS, LENGTH = 2, 4, 96
 
@@ -29,17 +30,20 @@ class Golden(NamedTuple):
         v = q.new_empty(BATCH, HEADS, LENGTH, self.v_head_dim or self.head_dim)
         return self.attention._check_look(q, q, v, dict(self.arguments))
 
-    def variant(self) -> emit.Variant:
+    def spec(self) -> Spec:
+        """What kernels are made from: data has names that no kernel uses itself."""
+        return spell(self.call().bound).spec
+
+    def variant(self, *, planning: bool = False) -> emit.Variant:
         call = self.call()
-        dims = (call.q.shape[-1], call.v.shape[-1])
-        return launch.variant_of(call.bound, call.geometry, *dims)
+        dims = (0, 0) if planning else (call.q.shape[-1], call.v.shape[-1])
+        return launch.variant_of(spell(call.bound), call.geometry, *dims)
 
     def forward(self) -> emit.Generated:
-        return emit.forward(self.call().bound.spec, self.variant())
+        return launch.generate(self.spec(), self.variant())
 
     def planning(self) -> PlanModule:
-        call = self.call()
-        return plan.generate(call.bound.spec, launch.variant_of(call.bound, call.geometry, 0, 0))
+        return plan.generate(self.spec(), self.variant(planning=True))
 
 
 def _integers(*shape: int) -> torch.Tensor:
@@ -93,8 +97,3 @@ GOLDEN: dict[str, Golden] = {
 }
 
 PLANS = ("causal_document", "flashmask", "natten_2d", "lengths_and_offsets")
-
-
-@functools.cache
-def generated(name: str) -> emit.Generated:
-    return GOLDEN[name].forward()

@@ -50,9 +50,7 @@ def compiled(name: str, dtype: torch.dtype, target: str, long_rows: bool) -> Com
     variant = golden.variant()
     dims = (variant.head_dim, variant.v_head_dim)
     chosen = tiling.choose(tiling.target_of(*TARGETS[target]), dtype, *dims, long_rows)
-    return aot.compile_forward(
-        golden.call().bound.spec, target, dtype=dtype, variant=variant, tiling=chosen
-    )
+    return aot.compile_forward(golden.spec(), target, dtype=dtype, variant=variant, tiling=chosen)
 
 
 def check(name: str, dtype: torch.dtype, target: str, long_rows: bool) -> None:
@@ -90,7 +88,7 @@ def test_every_forward_kernel(name, dtype, target, long_rows):
 
 def check_planning(name: str, target: str) -> None:
     golden = GOLDEN[name]
-    for found in aot.compile_plan(golden.planning(), golden.call().bound.spec, target).values():
+    for found in aot.compile_plan(golden.planning(), golden.spec(), target).values():
         assert found.spills == 0
         assert found.shared <= 4096
 
@@ -140,14 +138,14 @@ def test_compiling_leaves_the_driver_as_it_was():
 
 def test_a_spill_is_seen():
     """A tile too large for its warps: the numbers that the other tests rest on aren't always 0."""
-    spec = GOLDEN["causal"].call().bound.spec
+    spec = GOLDEN["causal"].spec()
     found = aot.compile_forward(spec, "sm_80", tiling=tiling.Tiling(128, 64, 4, 2))
     assert found.spills > 0
     assert found.registers == 255
 
 
 def test_a_serialised_wgmma_is_seen():
-    spec = GOLDEN["causal"].call().bound.spec
+    spec = GOLDEN["causal"].spec()
     variant = emit.Variant(64, 64)
     big = tiling.Tiling(128, 128, 4, 3)
     found = aot.compile_forward(spec, "sm_90", variant=variant, tiling=big)
