@@ -46,7 +46,9 @@ def by_autograd(expr: Expr, given: Env, leaves: list[Expr]) -> list[torch.Tensor
     for leaf in leaves:
         value = evaluate(leaf, given).expand(ROWS, COLUMNS)
         values[leaf] = value.detach().clone().requires_grad_()
-    inner = Env(given.index, given.scalars, given.tensors, values.get(S, given.score), torch.float64)
+    inner = Env(
+        given.index, given.scalars, given.tensors, values.get(S, given.score), torch.float64
+    )
     inner.values.update(values)
     result = evaluate(expr, inner).expand(ROWS, COLUMNS)
     if not result.requires_grad:
@@ -158,7 +160,9 @@ def _operations(inner: Any) -> Any:
         st.builds(lambda c, a, b: make("where", c, a, b), condition, inner, inner),
         inner.map(lambda x: make("sqrt", make("add", make("abs", x), const(0.25)))),
         st.builds(
-            lambda a, b: make("truediv", a, make("add", const(1.0), make("mul", b, b))), inner, inner
+            lambda a, b: make("truediv", a, make("add", const(1.0), make("mul", b, b))),
+            inner,
+            inner,
         ),
         inner.map(lambda x: make("exp", make("minimum", x, const(1.0)))),
     )
