@@ -73,7 +73,7 @@ def module(name: str, text: str, key_parts: tuple[str, ...]) -> ModuleType:
             continue
     raise FlashgenError(
         f"{path} changes or vanishes faster than it can be read",
-        write="Set FLASHGEN_CACHE_DIR to a folder that nothing else writes to.",
+        write="FLASHGEN_CACHE_DIR=<a folder that nothing else writes to>",
     )
 
 
@@ -214,7 +214,7 @@ def _publish_privately(folder: Path, error: Exception, file: str, text: str, key
         raise FlashgenError(
             f"generated kernels can be written neither to {folder} ({error}) "
             f"nor to a temporary folder ({second})",
-            write="Set FLASHGEN_CACHE_DIR to a folder that you can write to.",
+            write="FLASHGEN_CACHE_DIR=<a folder that you can write to>",
         ) from second
 
 

@@ -7,7 +7,7 @@ what to write instead:
         "a position has no truth value while the mask is traced",
         call=format_call("attend", q=q, k=k),
         line=SourceLine.of_caller(mask_function, error),
-        write="Write `fg.where(condition, a, b)`, or combine conditions with `&` and `|`.",
+        write="fg.where(condition, a, b), or conditions combined with & and |",
     )
 """
 
@@ -62,7 +62,7 @@ class FlashgenError(ValueError):
         call: the call as the user made it (see `format_call`). A stage that doesn't know the
             call leaves it out, and the public function that does sets `error.call`.
         line: the user's line, where one is to blame.
-        write: what to write instead, in whole sentences.
+        write: what to write instead; the message shows it behind `instead:`.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class FlashgenError(ValueError):
 
     def __str__(self) -> str:
         first = f"{self.call}: {self.problem}" if self.call else self.problem
-        return "\n  ".join([first, *(str(part) for part in (self.line, self.write) if part)])
+        lines = [first, *([str(self.line)] if self.line else [])]
+        return "\n  ".join([*lines, *([f"instead: {self.write}"] if self.write else [])])
 
 
 def format_call(name: str, /, *args: Any, **kwargs: Any) -> str:

@@ -17,19 +17,19 @@ def test_a_message_has_every_part_in_order():
         "a position has no truth value",
         call="attend(q=[2, 8, 128, 64] bf16)",
         line=SourceLine("model.py", 12, "if kv_idx <= q_idx:"),
-        write="Write `fg.where(condition, a, b)`.",
+        write="fg.where(condition, a, b)",
     )
     assert str(error) == textwrap.dedent("""\
         attend(q=[2, 8, 128, 64] bf16): a position has no truth value
           model.py:12: if kv_idx <= q_idx:
-          Write `fg.where(condition, a, b)`.""")
+          instead: fg.where(condition, a, b)""")
 
 
 def test_unknown_parts_are_left_out():
     assert str(FlashgenError("scale is NaN")) == "scale is NaN"
-    assert str(FlashgenError("scale is NaN", write="Pass a number.")).splitlines() == [
+    assert str(FlashgenError("scale is NaN", write="a number")).splitlines() == [
         "scale is NaN",
-        "  Pass a number.",
+        "  instead: a number",
     ]
 
 

@@ -171,7 +171,9 @@ class _Lowering:
             return f"{value[0]} != 0", 1
         if node.kind == "float":
             return spell.cast(value, "FLOAT")
-        return value if dtype in (torch.int32, torch.int64) else spell.cast(value, "tl.int32")
+        if dtype in (torch.int32, torch.int64):
+            return value
+        return spell.cast(value, "tl.int64" if self.widths.is_wide(node) else "tl.int32")
 
     def _term(self, node: Expr, dim: int) -> tuple[str, Stage]:
         """One dimension's part of an address, and where it is known."""

@@ -51,7 +51,7 @@ class Widths:
         if expr.kind == "int" and not _inside(self.range(expr)):
             return True
         if expr.op == "load":
-            return self._dtypes[expr.attr] == torch.int64
+            return not _inside(self.range(expr))
         integers = [a for a in expr.args if a.kind == "int"]
         return any(not _inside(self.range(a)) for a in integers)
 
