@@ -107,16 +107,24 @@ def compile_forward(
     `variant` says what is not the default of a call with these head dimensions; it has its own,
     which count then. `tiling`: by default what a call on this target takes."""
     variant = variant or emit.Variant(head_dim, v_head_dim or head_dim)
+    if tiling is None:
+        dims = (variant.head_dim, variant.v_head_dim)
+        tiling = choose(target_of(*TARGETS[target]), dtype, *dims)
+    return compile_kernel(target, *forward_launch(spec, variant, dtype, tiling))
+
+
+Launch = tuple[Any, list[Any], Mapping[str, Any], Tiling]
+
+
+def forward_launch(spec: Spec, variant: emit.Variant, dtype: torch.dtype, tiling: Tiling) -> Launch:
+    """The kernel, and arguments and compile-time values that stand for a call's."""
     generated = launch.generate(spec, variant)
     module = cache.module(generated.name, generated.text, launch.key_parts())
-    tiling = tiling or choose(
-        target_of(*TARGETS[target]), dtype, variant.head_dim, variant.v_head_dim
-    )
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     block = (tiling.block_m, tiling.block_n)
     constants = launch.constants_of(sample, [sample], tiling, block)
     values = _placeholders(generated.arguments, spec, dtype)
-    return compile_kernel(module.attention_forward, target, values, constants, tiling)
+    return module.attention_forward, values, constants, tiling
 
 
 def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compiled]:
@@ -138,7 +146,7 @@ def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compile
     for name, (arguments, constants) in wanted.items():
         values = _placeholders(arguments, spec, torch.int8, dtypes)
         kernel = getattr(module, name)
-        compiled[name] = compile_kernel(kernel, target, values, constants, _PLANNING)
+        compiled[name] = compile_kernel(target, kernel, values, constants, _PLANNING)
     return compiled
 
 
@@ -151,8 +159,8 @@ def compile_compaction(target: str, *, by_key: bool = False) -> Compiled:
         torch.empty(0, dtype=pointers.get(name, torch.int32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
-    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": 256}
-    return compile_kernel(module.compact, target, values, constants, _PLANNING)
+    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": 64}
+    return compile_kernel(target, module.compact, values, constants, _PLANNING)
 
 
 _PLANNING = Tiling(0, 0, 4, 1)
@@ -185,8 +193,8 @@ def _placeholders(
 
 
 def compile_kernel(
-    kernel: Any,
     target: str,
+    kernel: Any,
     values: list[Any],
     constants: Mapping[str, Any],
     tiling: Tiling,
