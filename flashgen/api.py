@@ -137,7 +137,7 @@ class Attention:
             schedule = self._planned(call, None, "auto")
         else:
             check_fits(schedule, call.bound, call.geometry, call.text)
-        out, lse = _run(choice.name, call, schedule)
+        out, lse = _run(choice.name, call, schedule, bool(deterministic))
         return (out, lse) if return_lse else out
 
     def schedule(
@@ -253,7 +253,9 @@ def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
     return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
 
 
-def _run(backend: str, call: Call, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
+def _run(
+    backend: str, call: Call, schedule: Schedule, deterministic: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     arguments: dict[str, Any] = {
         "bound": call.bound,
         "geometry": call.geometry,
@@ -269,7 +271,8 @@ def _run(backend: str, call: Call, schedule: Schedule) -> tuple[torch.Tensor, to
     from . import ops
     from .kernel_names import spell
 
-    return ops.attention(call.q, call.k, call.v, **{**arguments, "bound": spell(call.bound)})
+    arguments |= {"bound": spell(call.bound), "deterministic": deterministic}
+    return ops.attention(call.q, call.k, call.v, **arguments)
 
 
 def attention(

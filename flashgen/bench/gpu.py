@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import api
 from ..errors import FlashgenError
-from .measure import Times
+from .measure import Times, check_equal
 from .table import Row, rows_of
 
 LENGTH, BATCH = 8192, 4
@@ -61,14 +62,17 @@ def masks(length: int, device: torch.device) -> dict[str, Any]:
 
 
 def run(rounds: int) -> list[Row]:
-    """Forward times, and backward times where flashgen has a backward."""
+    """Forward and backward times. Raises AssertionError where results differ."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
     rows = []
     device = torch.device("cuda", torch.cuda.current_device())
     for head_dim, heads in SHAPES:
         shape = (BATCH, heads, LENGTH, head_dim)
-        tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        tensors = [
+            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
         for name, mask in masks(LENGTH, device).items():
             rows += rows_of(f"D={head_dim} {name}", _compare(mask, tensors, rounds))
     return rows
@@ -83,13 +87,21 @@ def summary(rows: list[Row]) -> str:
 
 
 def _compare(mask: Any, tensors: list[torch.Tensor], rounds: int) -> dict[str, Times]:
-    theirs, ours = flex_attention(mask, tensors), flashgen(mask, tensors)
-    torch.testing.assert_close(ours(*tensors), theirs(*tensors), rtol=2e-2, atol=2e-2)
-    times: dict[str, list[float]] = {"FlexAttention": [], "flashgen": []}
+    """Medians of interleaved rounds, after outputs and gradients were found to agree."""
+    sides = {"FlexAttention": flex_attention(mask, tensors), "flashgen": flashgen(mask, tensors)}
+    grad = torch.randn_like(tensors[0])
+    check_equal({n: partial(f, *tensors) for n, f in sides.items()}, tensors, grad, 4e-2)
+    forward: dict[str, list[float]] = {name: [] for name in sides}
+    backward: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
-        times["FlexAttention"].append(milliseconds(lambda: theirs(*tensors)))
-        times["flashgen"].append(milliseconds(lambda: ours(*tensors)))
-    return {name: Times(statistics.median(t), None) for name, t in times.items()}
+        for name, attend in sides.items():
+            forward[name].append(milliseconds(partial(attend, *tensors)))
+            again = partial(torch.autograd.grad, attend(*tensors), tensors, grad, retain_graph=True)
+            backward[name].append(milliseconds(again))
+    return {
+        name: Times(statistics.median(forward[name]), statistics.median(backward[name]))
+        for name in sides
+    }
 
 
 def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
@@ -102,6 +114,8 @@ def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]
     if mask is not None:
         block_mask = create_block_mask(mask, 1, 1, length, length, device=str(device))
     torch._dynamo.reset()
+    # Timing the backward alone runs it several times over one forward.
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
     compiled = torch.compile(attend, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 
