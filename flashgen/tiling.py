@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .emit import parts_of
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -27,6 +29,7 @@ class Target:
 
 
 _SHARED = {"80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
+_SHARED["103"] = _SHARED["100"]
 _SHARED |= {"gfx90a": 65536, "gfx942": 65536, "gfx950": 163840}
 
 
@@ -110,9 +113,10 @@ def _family(target: Target, long_rows: bool) -> str:
 
 
 def _shared_bytes(tiling: Tiling, itemsize: int, head_dim: int, v_head_dim: int) -> int:
-    """Queries once, keys and values once a stage."""
-    keys = tiling.stages * tiling.block_n * (head_dim + v_head_dim)
-    return itemsize * (tiling.block_m * head_dim + keys)
+    """Queries once, keys and values once a stage, as wide as they are padded."""
+    q_dim, v_dim = (sum(p.size for p in parts_of(d)) for d in (head_dim, v_head_dim))
+    keys = tiling.stages * tiling.block_n * (q_dim + v_dim)
+    return itemsize * (tiling.block_m * q_dim + keys)
 
 
 def inside(tiling: Tiling, block_size: tuple[int, int]) -> Tiling:
