@@ -40,6 +40,7 @@ def flex(b, h, q_idx, kv_idx):
 def attend(score, h, q_idx, kv_idx, slope: fg.Tensor):
     return score + slope[h] * (kv_idx - q_idx)
 
+with_sinks = fg.Attention(mask=near, sinks=True)
 EXAMPLES = {"same": lambda n, generator: {"group": WIDTH * torch.ones(2, 3, n).long()}}
 import torch
 """
@@ -98,9 +99,14 @@ def test_every_command_has_help() -> None:
 
 
 def test_list_is_what_the_package_exports(capsys: pytest.CaptureFixture[str]) -> None:
-    masks = importlib.import_module("flashgen.masks")
-    public = {name for name in masks.__all__ if isinstance(getattr(masks, name), fg_mask())}
-    assert set(run(capsys, "list", "--names").split()) == public
+    package = importlib.import_module("flashgen.masks")
+    exported = {name: getattr(package, name) for name in package.__all__ if name != "EXAMPLES"}
+    masks = {name for name, value in exported.items() if isinstance(value, fg_mask())}
+    assert run(capsys, "list", "--names").split() == sorted(masks)
+    lines = run(capsys, "list").splitlines()
+    names = [line.partition("(")[0] for line in lines if line and line[0] != " "]
+    assert {name for name in names if not name.endswith(":")} == set(exported)
+    assert set(catalogue.everything()) == set(exported)
 
 
 def fg_mask() -> type:
@@ -111,9 +117,17 @@ def test_list_says_parameters_and_first_line(capsys: pytest.CaptureFixture[str])
     lines = run(capsys, "list").splitlines()
     assert lines[lines.index("causal") + 1].startswith("    A query sees itself")
     assert "causal_document(doc: fg.Tensor)" in lines
+    assert "slices(first: fg.Tensor, last: fg.Tensor, runs: fg.Const[int])" in lines
     assert "from_dense(matrix: torch.Tensor)" in lines
     assert max(map(len, lines)) <= 104
-    assert all(mask.doc for mask in catalogue.masks().values())
+    assert not any(line.endswith((":", "=")) for line in lines if "(" in line)
+    assert all(listed.doc for listed in catalogue.everything().values())
+
+
+def test_makers_of_masks_are_told_from_makers_of_data() -> None:
+    helpers = set(catalogue.everything()) - set(catalogue.masks()) - set(catalogue.makers())
+    assert helpers == {"blocks_from_indices", "morton_order", "tile_order"}
+    assert {"natten", "sliding_tile", "from_slices"} <= set(catalogue.makers())
 
 
 def test_show_draws_mask_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +223,9 @@ def test_a_million_positions_are_shown_without_elements(
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["causl"], "there is no mask causl\n  Did you mean `causal`?"),
+        (["causl"], "there is no mask causl\n  instead: Did you mean `causal`?"),
         (["causal + causal"], "there is no mask causal + causal"),
+        (["tile_order"], "there is no mask tile_order"),
         (["causal and"], "there is no mask causal and"),
         (["no_such_module:mask"], "there is no module no_such_module"),
         (["no_such_file.py:mask"], "there is no file no_such_file.py"),
@@ -274,6 +289,14 @@ def test_explain_of_an_attention(capsys: pytest.CaptureFixture[str], user_file: 
     )
 
 
+def test_explain_of_an_attention_with_sinks(
+    capsys: pytest.CaptureFixture[str], user_file: str
+) -> None:
+    options = [f"{user_file}:with_sinks", "--heads", "2", "--n", "16"]
+    assert "── spec ──" in run(capsys, "explain", *options, "--param", "sinks=[0.5, 0.25]")
+    assert "no sinks are given" in refused(capsys, "explain", *options)
+
+
 def test_cache(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,14 +311,25 @@ def test_cache(
     assert run(capsys, "cache") == f"0 files, 0 bytes in {tmp_path}\n"
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASHGEN_DEBUG", "maybe")
-    text = run(capsys, "doctor")
-    rows = dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  "))
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = doctor_rows(run(capsys, "doctor"))
     assert rows["torch"] == importlib.metadata.version("torch")
-    assert rows["FLASHGEN_DEBUG"].startswith("invalid: ")
     assert rows["cpu"] == "usable"
     assert rows["ok"].startswith("causal, 64 positions, backend cpu: largest error")
+
+
+def test_doctor_reports_a_setting_that_calls_refuse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHGEN_DEBUG", "maybe")
+    assert main(["doctor"]) == 1
+    rows = doctor_rows(capsys.readouterr().out)
+    assert rows["FLASHGEN_DEBUG"].startswith("invalid: ")
+    assert "FLASHGEN_DEBUG=maybe" in rows["FAILED"]
+
+
+def doctor_rows(text: str) -> dict[str, str]:
+    return dict(line.split(maxsplit=1) for line in text.splitlines() if line.startswith("  "))
 
 
 def test_doctor_fails_if_the_numbers_are_wrong(
@@ -326,18 +360,21 @@ def test_gallery(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = {path.name: path for path in (tmp_path / "new").iterdir()}
     assert set(files) == {f"{name}.svg" for name in names} | {"index.md", "index.html"}
     for path in files.values():
-        assert path.suffix != ".svg" or path.stat().st_size < 60_000
+        assert path.stat().st_size < 60_000
     page, index = (files[name].read_text() for name in ("index.html", "index.md"))
     for name in names:
         assert f'id="{name}"' in page
+        assert f'src="{name}.svg"' in page
         assert f"({name}.svg)" in index
-    assert "src=" not in page
     assert "href=" not in page
 
 
 def test_the_checked_in_gallery_is_complete() -> None:
     folder = Path(__file__).parent.parent / "docs" / "gallery"
     assert {path.stem for path in folder.glob("*.svg")} == set(catalogue.masks())
+    assert all(path.stat().st_size < 60_000 for path in folder.iterdir())
+    index = (folder / "index.md").read_text()
+    assert all(f"## {name}\n" in index for name in catalogue.masks())
     from flashgen.cli.gallery import picture
 
     assert (folder / "causal.svg").read_text() == picture("causal")

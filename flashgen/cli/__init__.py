@@ -75,8 +75,8 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_list(commands: _Commands) -> None:
-    command = commands.add_parser("list", help="list the masks of flashgen.masks")
-    command.add_argument("--names", action="store_true", help="print names only")
+    command = commands.add_parser("list", help="list what flashgen.masks has")
+    command.add_argument("--names", action="store_true", help="print the names of masks only")
     command.set_defaults(run=".catalogue:list_masks")
 
 

@@ -1,4 +1,4 @@
-"""What flashgen.masks holds, read from its source: fast, and without torch."""
+"""What flashgen.masks exports, read from its source: fast, and without torch."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 _PACKAGE = "flashgen.masks"
+Kind: TypeAlias = Literal["mask", "maker", "helper"]
+_TITLES: dict[Kind, str] = {
+    "mask": "",
+    "maker": "\nFunctions that make a mask:\n",
+    "helper": "\nFunctions that make data for one:\n",
+}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A mask, or a function that makes masks, as its source describes it."""
+    """A mask, a function that makes masks, or one that makes data, as its source describes it."""
 
     name: str
-    is_mask: bool
+    kind: Kind
     file: str
     doc: str
     params: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}({', '.join(self.params)})" if self.params else self.name
 
     @property
     def brief(self) -> str:
@@ -39,26 +42,33 @@ class Listed:
 
 @functools.cache
 def everything() -> dict[str, Listed]:
-    """The masks, and the functions that make masks of other forms, by name."""
+    """The functions that flashgen.masks exports, masks among them, in alphabetical order."""
     # A package in a folder of another name, perhaps: only the import system knows where.
     spec = importlib.util.find_spec(_PACKAGE)
-    folders = spec.submodule_search_locations if spec is not None else None
-    files = sorted(file for folder in folders or () for file in Path(folder).glob("*.py"))
-    trees = {file: ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in files}
-    examples = {name for tree in trees.values() for name in _example_names(tree)}
-    found = [listed for file, tree in trees.items() for listed in _read(file, tree, examples)]
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin)
+    exported: dict[Path, list[ast.alias]] = {}
+    for node in _parse(package).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module is not None:
+            exported.setdefault(package.with_name(f"{node.module}.py"), []).extend(node.names)
+    found = [listed for file, aliases in exported.items() for listed in _read(file, aliases)]
     return {listed.name: listed for listed in sorted(found, key=lambda listed: listed.name)}
 
 
 def masks() -> dict[str, Listed]:
     """Every mask of flashgen.masks by its name, in alphabetical order."""
-    return {name: listed for name, listed in everything().items() if listed.is_mask}
+    return {name: listed for name, listed in everything().items() if listed.kind == "mask"}
+
+
+def makers() -> dict[str, Listed]:
+    """The functions that make a mask, by name, in alphabetical order."""
+    return {name: listed for name, listed in everything().items() if listed.kind == "maker"}
 
 
 def load(name: str) -> Any:
-    """The mask or function itself, from the one module that defines it."""
-    module = importlib.import_module(f"{_PACKAGE}.{Path(everything()[name].file).stem}")
-    return getattr(module, name)
+    """The mask or function itself."""
+    return getattr(importlib.import_module(_PACKAGE), name)
 
 
 def list_masks(given: argparse.Namespace) -> None:
@@ -66,42 +76,46 @@ def list_masks(given: argparse.Namespace) -> None:
     if given.names:
         print("\n".join(masks()))
         return
-    for mask in masks().values():
-        _print(mask)
-    print("\nFunctions that make a mask:\n")
-    for listed in everything().values():
-        if not listed.is_mask:
-            _print(listed)
+    for kind, title in _TITLES.items():
+        listed = [one for one in everything().values() if one.kind == kind]
+        if title and listed:
+            print(title)
+        for one in listed:
+            _print(one)
 
 
 def _print(listed: Listed) -> None:
-    text = textwrap.fill(str(listed), 100, subsequent_indent="        ")
+    # Lines break between parameters only.
+    params = ", ".join(param.replace(" ", "\N{NO-BREAK SPACE}") for param in listed.params)
+    text = f"{listed.name}({params})" if params else listed.name
+    text = textwrap.fill(text, 100, subsequent_indent=" " * 8).replace("\N{NO-BREAK SPACE}", " ")
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"{bold}{listed.name}{plain}{text.removeprefix(listed.name)}\n    {listed.doc}")
 
 
-def _example_names(tree: ast.Module) -> Iterator[str]:
-    """The keys of a dictionary `EXAMPLES`."""
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "EXAMPLES":
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
-            yield from (str(key.value) for key in keys if isinstance(key, ast.Constant))
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def _read(file: Path, tree: ast.Module, examples: set[str]) -> Iterator[Listed]:
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name[0] == "_":
-            continue
-        is_mask = _is_mask(node)
-        if is_mask or node.name in examples or node.name.startswith("from_"):
+def _read(file: Path, aliases: list[ast.alias]) -> Iterator[Listed]:
+    """The functions among what is imported from a file; constants aren't listed."""
+    defined = {node.name: node for node in _parse(file).body if isinstance(node, ast.FunctionDef)}
+    for alias in aliases:
+        if alias.name in defined:
+            node = defined[alias.name]
             doc = (ast.get_docstring(node) or "").partition("\n\n")[0]
             params = tuple(_params(node.args))
-            yield Listed(node.name, is_mask, file.name, " ".join(doc.split()), params)
+            name = alias.asname or alias.name
+            yield Listed(name, _kind(node), file.name, " ".join(doc.split()), params)
 
 
-def _is_mask(node: ast.FunctionDef) -> bool:
+def _kind(node: ast.FunctionDef) -> Kind:
+    """A mask is decorated; a function that gives a tensor gives data."""
     decorators = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
-    return any(ast.unparse(decorator) in ("fg.mask", "mask") for decorator in decorators)
+    if any(ast.unparse(decorator).rpartition(".")[2] == "mask" for decorator in decorators):
+        return "mask"
+    gives_data = node.returns is not None and ast.unparse(node.returns) == "torch.Tensor"
+    return "helper" if gives_data else "maker"
 
 
 def _params(arguments: ast.arguments) -> Iterator[str]:

@@ -29,7 +29,7 @@ max-width:1300px;padding:0 1rem;background:#f6f8fa;color:#1f2328}}
 p{{max-width:70ch}}
 main{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(410px,100%),1fr));gap:1.5rem}}
 figure{{margin:0}}
-figure svg{{max-width:100%;height:auto}}
+figure img{{max-width:100%;height:auto}}
 figcaption{{max-width:400px;padding:.4rem .6rem;font-size:14px}}
 code{{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.92em}}
 @media(prefers-color-scheme:dark){{body{{background:#010409;color:#f0f6fc}}}}
@@ -51,7 +51,7 @@ def gallery(given: argparse.Namespace) -> None:
     for name, svg in pictures.items():
         _write(folder / f"{name}.svg", svg)
     _write(folder / "index.md", _markdown())
-    _write(folder / "index.html", _html(pictures))
+    _write(folder / "index.html", _html())
     print(f"wrote {len(pictures)} pictures, index.md and index.html to {folder}")
 
 
@@ -77,10 +77,11 @@ def _markdown() -> str:
     return "\n".join([*lines, ""])
 
 
-def _html(pictures: dict[str, str]) -> str:
+def _html() -> str:
     figures = "\n".join(
-        f'<figure id="{mask.name}">\n{pictures[mask.name]}<figcaption>{_code(mask.doc)}<br>'
-        f"<code>{html.escape(mask.brief)}</code></figcaption>\n</figure>"
+        f'<figure id="{mask.name}">\n<img src="{mask.name}.svg" alt="{mask.name}" loading="lazy">\n'
+        f"<figcaption>{_code(mask.doc)}<br><code>{html.escape(mask.brief)}</code></figcaption>\n"
+        "</figure>"
         for mask in catalogue.masks().values()
     )
     return _PAGE.format(intro=_code(f"{_INTRO} {_MADE_BY}"), figures=figures)

@@ -38,7 +38,10 @@ def _call(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], dict[str,
         for name, value in found.data.items()
     }
     asked = (given.batch, given.heads, given.kv_heads)
-    batch, heads, kv_heads = heads_of(found.program.bind(data, given.name), asked)
+    program = found.program
+    wanted = {argument.name for argument in program.params}
+    read = {name: value for name, value in data.items() if name in wanted}
+    batch, heads, kv_heads = heads_of(program.bind(read, given.name), asked)
     shapes = [(batch, heads, given.n[0])] + 2 * [(batch, kv_heads, given.n[1])]
     dtype = _DTYPES[given.dtype]
     made = [torch.zeros(*s, given.head_dim, dtype=dtype, device=given.device) for s in shapes]

@@ -16,6 +16,7 @@ import flashgen as fg
 
 from ..errors import FlashgenError, did_you_mean
 from ..spec import Program
+from ..spec.leaf import Leaf
 from . import catalogue
 from .loading import attribute, parameter
 
@@ -44,9 +45,9 @@ class Target:
 
     @property
     def program(self) -> Program:
-        """What is declared."""
-        declared: Program = self.attention._program
-        return declared
+        """What is declared of it: the mask and the score function."""
+        score = getattr(self.attention, "__wrapped__", None)
+        return Program(self.attention.mask, None if score is None else Leaf.of(score, "score"))
 
 
 def find(given: argparse.Namespace) -> Target:
@@ -58,12 +59,15 @@ def find(given: argparse.Namespace) -> Target:
     if ":" in given.name:
         value, module = attribute(given.name)
         examples.builders.update(getattr(module, "EXAMPLES", {}))
-    elif _is_maker(given.name):
+    elif given.name in catalogue.makers():
         return Target(_made(given.name, {**examples.of(given.name), **said}), {})
     else:
         value = _combined(given.name, examples)
     program = Target(value, {}).program
-    _check_names(program.name, said, [argument.name for argument in program.params])
+    known = [argument.name for argument in program.params]
+    # A call's own argument; whether the attention wants it is the call's to check.
+    known += ["sinks"] if isinstance(value, fg.Attention) else []
+    _check_names(program.name, said, known)
     return Target(value, {**_example_data(program, examples, said), **said})
 
 
@@ -100,15 +104,10 @@ def _check_names(owner: str, said: Iterable[str], known: Iterable[str]) -> None:
             raise FlashgenError(problem, write=did_you_mean(name, known))
 
 
-def _is_maker(name: str) -> bool:
-    listed = catalogue.everything().get(name)
-    return listed is not None and not listed.is_mask
-
-
 def _made(name: str, data: Mapping[str, Any]) -> Any:
     """A mask with data bound, or what a function of flashgen.masks makes of it."""
     found = catalogue.load(name)
-    if _is_maker(name):
+    if name in catalogue.makers():
         parameters = inspect.signature(found).parameters
         _check_names(name, data, parameters)
         needed = [p.name for p in parameters.values() if p.default is p.empty]
@@ -126,22 +125,27 @@ def _combined(name: str, examples: _Examples) -> Any:
         raise _unknown(name) from None
 
     def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Name) and node.id in catalogue.everything():
-            found = catalogue.load(node.id)
-            return _made(node.id, examples.of(node.id)) if _is_maker(node.id) else found
+        if isinstance(node, ast.Name) and node.id in catalogue.makers():
+            return _made(node.id, examples.of(node.id))
+        if isinstance(node, ast.Name) and node.id in catalogue.masks():
+            return catalogue.load(node.id)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](value(node.operand))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
             bound = dict(parameter(f"{k.arg}={ast.unparse(k.value)}") for k in node.keywords)
-            if node.func.id in catalogue.everything():
+            if node.func.id in _known():
                 return _made(node.func.id, bound)
         raise _unknown(ast.unparse(node))
 
     return value(tree)
 
 
+def _known() -> dict[str, catalogue.Listed]:
+    return {**catalogue.masks(), **catalogue.makers()}
+
+
 def _unknown(name: str) -> FlashgenError:
-    advice = did_you_mean(name, catalogue.everything())
+    advice = did_you_mean(name, _known())
     return FlashgenError(f"there is no mask {name}", write=advice)
