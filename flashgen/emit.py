@@ -107,7 +107,9 @@ def identifiers() -> frozenset[str]:
     assert made.loader is not None
     names = made.list_templates(extensions=["j2"])
     sources = [made.loader.get_source(made, name)[0] for name in names]
-    return frozenset(re.findall(r"[A-Za-z_]\w*", " ".join(sources)))
+    # What stands in Jinja's own tags and comments never reaches a kernel.
+    text = re.sub(r"\{[{%#].*?[#%}]\}", " ", " ".join(sources), flags=re.DOTALL)
+    return frozenset(re.findall(r"[A-Za-z_]\w*", text))
 
 
 def data_arguments(spec: Spec, variant: Variant) -> list[str]:
