@@ -16,6 +16,7 @@ from .emit import (
     identifiers,
     parts_of,
     tidy,
+    unaligned_pointers,
 )
 from .expr import Expr, const, leaves, make
 from .lower import Lowered, isolate, lower
@@ -132,6 +133,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
             by_key=by_key,
             terms=by_query.terms,
             row_lines=by_query.row_lines,
+            has_mask=spec.mask is not None,
             score=spec.score is not None,
             softcap=spec.softcap,
             head_dim=variant.head_dim,
@@ -293,7 +295,7 @@ def _attention_kernel(
         tuple(arguments),
         strides,
         tuple(bare(a) for a in arguments if ":" in a),
-        tuple(f"{t.name}_ptr" for t in spec.tensors),
+        tuple(unaligned_pointers(arguments, spec)),
         (*known, *(f"{c}: tl.constexpr" for c in _CONSTANTS)),
         (*known, *_CONSTANTS),
     )

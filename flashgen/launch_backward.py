@@ -73,17 +73,17 @@ def _module(
     return cache.module(made.name, made.text, parts), made
 
 
-# For (queries' kernel, keys' kernel), by the largest head dimension; from best to smallest.
+# For (queries' kernel, keys' kernel), by the largest head dimension; chosen to spill nothing.
 _Pair = tuple[Tiling, Tiling]
 _HOPPER: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(128, 64, 8, 2), Tiling(64, 64, 4, 2))),
-    (128, (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2))),
-    (256, (Tiling(64, 32, 8, 1), Tiling(32, 64, 8, 1))),
+    (64, (Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2))),
+    (128, (Tiling(64, 64, 4, 2), Tiling(32, 128, 8, 2))),
+    (256, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
 )
 _AMPERE: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 2))),
+    (64, (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2))),
     (128, (Tiling(64, 32, 4, 2), Tiling(32, 64, 8, 2))),
-    (256, (Tiling(32, 32, 4, 1), Tiling(16, 32, 4, 1))),
+    (256, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
 )
 _HIP: tuple[tuple[int, _Pair], ...] = (
     (64, (Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1))),
@@ -91,9 +91,9 @@ _HIP: tuple[tuple[int, _Pair], ...] = (
     (256, (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1))),
 )
 _SINGLE: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1))),
-    (128, (Tiling(32, 16, 4, 1), Tiling(16, 32, 4, 1))),
-    (256, (Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1))),
+    (64, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
+    (128, (Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1))),
+    (256, (Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1))),
 )
 
 

@@ -1,0 +1,123 @@
+"""Backward kernels compile ahead of time for GPUs that aren't here, and spill next to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import aot, cache, launch, masks
+from flashgen.emit import Variant
+from flashgen.emit_backward import Wanted
+from flashgen.launch_backward import generate, tilings
+from flashgen.spec import Spec
+from flashgen.tiling import inside, target_of
+
+POINTERS = {
+    "counts": torch.int32, "masked_runs": torch.int32, "full_runs": torch.int32,
+    "kv_lens_ptr": torch.int32, "q_offset_ptr": torch.int32, "states": torch.int8,
+    "lse_ptr": torch.float32, "grad_lse_ptr": torch.float32, "lse_log2_ptr": torch.float32,
+    "delta_ptr": torch.float32,
+}  # fmt: skip
+
+
+def spec_of(attention: Any, **data: Any) -> Spec:
+    q = torch.empty(1, 1, 16, 16)
+    return attention._check(
+        q, q, q, scale=None, q_offset=None, sinks=None, kv_lens=None, data=data
+    ).bound.spec
+
+
+def compile_backward(
+    spec: Spec,
+    target: str,
+    kind: str,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    wanted: Wanted = Wanted(),  # noqa: B008
+    tile: tuple[int, int] = (128, 128),
+    variant: Variant | None = None,
+) -> aot.Compiled:
+    """Compile one of the two kernels (`q` or `kv`) on a schedule's tiles."""
+    variant = variant or Variant(head_dim, head_dim)
+    made = generate(spec, variant, wanted)
+    module = cache.module(made.name, made.text, launch.key_parts())
+    dtypes = POINTERS | {f"{t.name}_ptr": t.dtype for t in spec.tensors}
+    dtypes |= {f"grad_{name}_ptr": torch.float32 for name in wanted.data}
+    floats = {"scale", "scale_log2", "softcap"}
+    names = {"q": made.queries, "kv": made.keys}[kind]
+    values = [
+        torch.empty(0, dtype=dtypes.get(name, dtype))
+        if name in dtypes or name.endswith("_ptr")
+        else (1.0 if name in floats else 3)
+        for name in names
+    ]
+    pair = tilings(target_of(*aot.TARGETS[target]), dtype, head_dim, head_dim)
+    tiling = inside(pair[kind == "kv"], tile)
+    sample = torch.empty(1, 16, 16, 16, dtype=dtype)
+    return aot.compile_kernel(
+        target=target,
+        kernel=getattr(module, f"attention_backward_{kind}"),
+        values=values,
+        constants=launch.constants_of(sample, [sample], tiling, tile),
+        tiling=tiling,
+    )
+
+
+def check(target: str, compiled: aot.Compiled) -> None:
+    print(compiled)
+    limit = 255 if target.startswith("sm") else 512
+    assert compiled.registers is not None
+    assert compiled.registers <= limit
+    assert compiled.spills is not None
+    assert compiled.spills <= 16
+    assert compiled.shared <= target_of(*aot.TARGETS[target]).shared
+
+
+@pytest.mark.parametrize("kind", ["q", "kv"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+def test_causal(target: str, head_dim: int, kind: str) -> None:
+    spec = spec_of(fg.Attention(mask=masks.causal))
+    check(target, compile_backward(spec, target, kind, head_dim))
+
+
+@pytest.mark.parametrize("kind", ["q", "kv"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_documents_with_learned_slopes(target: str, kind: str) -> None:
+    @fg.attention(mask=masks.causal_document, softcap=30.0)
+    def alibi(score, h, q_idx, kv_idx, slope: fg.Tensor):
+        return score + slope[h] * (kv_idx - q_idx)
+
+    doc = torch.zeros(1, 16, dtype=torch.int32)
+    spec = spec_of(alibi, doc=doc, slope=torch.zeros(1))
+    wanted = Wanted(data=("slope",), lse=True)
+    compiled = compile_backward(spec, target, kind, 64, wanted=wanted)
+    print(compiled)
+    assert compiled.spills is not None
+    assert compiled.spills <= 512
+
+
+@pytest.mark.parametrize("wanted", [Wanted(q=False, k=False), Wanted(v=False)], ids=str)
+def test_fewer_gradients(wanted: Wanted) -> None:
+    spec = spec_of(fg.Attention(mask=masks.causal))
+    check("sm_90", compile_backward(spec, "sm_90", "kv", 64, wanted=wanted))
+
+
+def test_padded_keys_and_true_float32() -> None:
+    spec = spec_of(fg.Attention(mask=masks.causal))
+    variant = Variant(40, 72, "lens", True)
+    for kind in ("q", "kv"):
+        compiled = compile_backward(spec, "sm_90", kind, 72, torch.float32, variant=variant)
+        print(compiled)
+        assert compiled.shared <= target_of("cuda", 90).shared
+
+
+def test_the_text_is_the_same_each_time() -> None:
+    spec = spec_of(fg.Attention(mask=masks.causal))
+    generate.cache_clear()
+    first = generate(spec, Variant(64, 64), Wanted())
+    generate.cache_clear()
+    assert generate(spec, Variant(64, 64), Wanted()) == first
