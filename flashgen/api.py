@@ -158,7 +158,7 @@ class Attention:
         kernel works on. `planner`: `bounds` decides by the tile rule alone, `exact` and `auto`
         look at the elements of tiles that it leaves open. Data of the score function may be left
         out. Raises FlashgenError like the call."""
-        mask_only = self if self._program.score is None else Attention(mask=self._program.mask)
+        mask_only = Attention(mask=self._program.mask)
         wanted = {a.name for a in mask_only._program.params}
         score_only = {a.name for a in self._program.params} - wanted
         data = {name: value for name, value in data.items() if name not in score_only}

@@ -14,6 +14,7 @@ import jinja2
 from . import __version__
 from .bounds import tile_rule
 from .expr import Expr, leaves
+from .layout import tidy as tidy
 from .lower import Lowered, isolate, lower
 from .lower.widths import size_name
 from .spec import Spec
@@ -268,10 +269,3 @@ def _comment(line: str) -> list[str]:
     return textwrap.wrap(
         line.strip(), 99, initial_indent=f"# {blanks}", subsequent_indent=f"# {blanks}    "
     )
-
-
-def tidy(text: str) -> str:
-    """No trailing blanks; at most two empty lines between definitions, one inside them."""
-    text = re.sub(r"[ \t]+\n", "\n", text)
-    text = re.sub(r"\n{3,}(?= )", "\n\n", text)
-    return re.sub(r"\n{4,}", "\n\n\n", text)

@@ -19,7 +19,7 @@ from .emit import (
     tidy,
     unaligned_pointers,
 )
-from .expr import Expr, cast
+from .expr import Expr, cast, leaves
 from .lower import Lowered, Widths, lower
 from .spec import Spec
 
@@ -52,6 +52,7 @@ class Side:
     unaligned: tuple[str, ...]
     lines: tuple[str, ...]
     summaries: tuple[Summary, ...]
+    reads: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,15 @@ def _side(
         tuple(unaligned_pointers(arguments, spec)),
         lowered.statements[0],
         spelled,
+        _batch_indices(mine, variant),
     )
+
+
+def _batch_indices(summaries: list[Summary], variant: Variant) -> frozenset[str]:
+    """Which of b, h and h_kv a summary kernel has to know."""
+    used = set().union(*(leaves(s.expr, "index") for s in summaries))
+    used |= {"b"} if variant.kv_lens or variant.offset == "tensor" else set()
+    return frozenset(used | ({"h"} if "h_kv" in used else set()))
 
 
 def _spread_nan(summary: Summary, text: str) -> str:

@@ -57,6 +57,12 @@ class Geometry:
         return self.kv_len if self.q_offset is None else None
 
     @property
+    def spread(self) -> frozenset[str]:
+        """Which of b, h and h_kv take several values."""
+        sizes = {"b": self.batch, "h": self.heads, "h_kv": self.kv_heads}
+        return frozenset(name for name, size in sizes.items() if size > 1)
+
+    @property
     def extents(self) -> dict[str, int | None]:
         """How many values each index takes."""
         return {

@@ -118,7 +118,10 @@ def position_values(geometry: Geometry) -> dict[str, Any]:
         values["kv_lens_ptr"] = geometry.kv_lens
     offset = geometry.q_offset
     if isinstance(offset, torch.Tensor):
-        values |= {"q_offset_ptr": offset, "q_offset_stride": int(offset.numel() > 1)}
+        values |= {
+            "q_offset_ptr": offset,
+            "q_offset_stride": offset.stride(0) if offset.numel() > 1 else 0,
+        }
     elif offset is not None:
         values["q_offset"] = offset
     else:

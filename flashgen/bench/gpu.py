@@ -115,7 +115,7 @@ def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]
         block_mask = create_block_mask(mask, 1, 1, length, length, device=str(device))
     torch._dynamo.reset()
     # Timing the backward alone runs it several times over one forward.
-    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+    torch._functorch.config.donated_buffer = False
     compiled = torch.compile(attend, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
 

@@ -58,11 +58,13 @@ class Program:
         """The name of a function in FlexAttention's form, if the declaration has one."""
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
 
-    def bind(self, data: Mapping[str, Any], call: object, broadcast: bool = False) -> Bound:
+    def bind(
+        self, data: Mapping[str, Any], call: object, spread: frozenset[str] = frozenset()
+    ) -> Bound:
         """Check names and kinds of a call's data, and trace. Raises FlashgenError.
 
-        `broadcast`: dimensions of size 1 stand for every batch element or head, which a schedule
-        then need not tell apart."""
+        `spread`: which of b, h and h_kv take several values; a dimension of size 1 stands for all
+        of them, and a schedule need not tell them apart."""
         self._check_given(data, call)
         names, values = _assign_names(self.leaves, data)
         arguments = {
@@ -73,7 +75,7 @@ class Program:
         values = {n: _value(arguments[n], v, call) for n, v in values.items()}
         for leaf, mine in zip(self.leaves, names, strict=True):
             leaf.run_check({own: values[name] for own, name in mine.items()}, call)
-        types = {n: _type(arguments[n], v, broadcast) for n, v in values.items()}
+        types = {n: _type(arguments[n], v, spread) for n, v in values.items()}
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
         spec, captured = self._traced(names, types, dtypes)
         values.update(captured)
@@ -249,11 +251,11 @@ def _checked_tensor(argument: Argument, value: torch.Tensor, call: object) -> to
     return value
 
 
-def _type(argument: Argument, value: Any, broadcast: bool) -> Any:
+def _type(argument: Argument, value: Any, spread: frozenset[str]) -> Any:
     if argument.const:
         return value
     if isinstance(value, torch.Tensor):
-        return TensorType.of(value, broadcast)
+        return TensorType.of(value, spread)
     return argument.type if argument.type != "tensor" else type(value).__name__
 
 

@@ -25,13 +25,19 @@ class TensorType:
     ndim: int
     single: frozenset[int] = frozenset()
 
+    # Indices that take several values, so that a dimension of size 1 stands for all of them.
+    spread: frozenset[str] = frozenset()
+
     @staticmethod
-    def of(tensor: torch.Tensor, broadcast: bool = False) -> TensorType:
-        """`broadcast`: note dimensions of size 1, which b, h and h_kv read at 0."""
+    def of(tensor: torch.Tensor, spread: frozenset[str] = frozenset()) -> TensorType:
+        """Notes dimensions of size 1, which the indices in `spread` read at 0."""
         kind: Kind = "float" if tensor.dtype.is_floating_point else "int"
-        single = [d for d, n in enumerate(tensor.shape) if n == 1] if broadcast else []
-        return TensorType(
-            "bool" if tensor.dtype == torch.bool else kind, tensor.ndim, frozenset(single)
+        kind = "bool" if tensor.dtype == torch.bool else kind
+        single = frozenset(d for d, n in enumerate(tensor.shape) if n == 1)
+        return (
+            TensorType(kind, tensor.ndim, single, spread)
+            if single and spread
+            else (TensorType(kind, tensor.ndim))
         )
 
 
@@ -84,7 +90,7 @@ class Recorder:
             return ScalarSymbol(scalar(public, cast_kind(tensor)), self)
         if tensor.ndim == 0:
             return ScalarSymbol(load(public, tensor.kind, ()), self)
-        return TensorSymbol(public, tensor.kind, tensor.ndim, self, single=tensor.single)
+        return TensorSymbol(public, tensor.kind, tensor.ndim, self, tensor=tensor)
 
 
 def cast_kind(name: str) -> Kind:

@@ -9,7 +9,7 @@ from ..expr import Expr, Kind, const, load, make
 from ..expr.build import KindError
 
 if TYPE_CHECKING:
-    from .run import Recorder
+    from .run import Recorder, TensorType
 
 
 def reject(problem: str, write: str) -> NoReturn:
@@ -119,7 +119,7 @@ def _flat(values: Any) -> list[Any]:
 class TensorSymbol(Symbol):
     """A tensor parameter, read by indexing; only what is fully indexed is a number."""
 
-    __slots__ = ("_kind", "_ndim", "_single", "indices", "name")
+    __slots__ = ("_kind", "_ndim", "_type", "indices", "name")
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class TensorSymbol(Symbol):
         ndim: int,
         recorder: Recorder,
         indices: tuple[Expr, ...] = (),
-        single: frozenset[int] = frozenset(),
+        tensor: TensorType | None = None,
     ) -> None:
         self.name, self._kind, self._ndim, self.indices = name, kind, ndim, indices
-        self._single = single
+        self._type = tensor
         self.recorder = recorder
 
     @property
@@ -174,7 +174,7 @@ class TensorSymbol(Symbol):
         first = len(self.indices)
         indices = tuple(_position(self, p, first + i) for i, p in enumerate(positions))
         partial = TensorSymbol(
-            self.name, self._kind, self._ndim, self.recorder, self.indices + indices, self._single
+            self.name, self._kind, self._ndim, self.recorder, self.indices + indices, self._type
         )
         return partial if partial.ndim else Symbol(partial.expr, self.recorder)
 
@@ -212,9 +212,15 @@ def _position(tensor: TensorSymbol, position: Any, dim: int) -> Expr:
     # A negative number in the source counts from the end; what comes of symbols clamps.
     if not isinstance(position, Symbol) and expr.is_const and expr.attr < 0:
         return make("add", Expr("size", "int", (), (tensor.name, dim)), expr)
-    if dim in tensor._single and expr.op == "index" and expr.attr in ("b", "h", "h_kv"):
-        return const(0)
-    return expr
+    return const(0) if _is_spread(tensor, dim, expr) else expr
+
+
+def _is_spread(tensor: TensorSymbol, dim: int, position: Expr) -> bool:
+    """Whether one element stands for every batch element or head."""
+    kind = tensor._type
+    if kind is None or dim not in kind.single or position.op != "index":
+        return False
+    return position.attr in kind.spread
 
 
 def _binary(op: str, swap: bool = False, reverse: bool = False) -> Any:
