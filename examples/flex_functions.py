@@ -81,7 +81,7 @@ def main() -> None:
     print(f"\n{both}\n{from_block_mask}")
 
     # There the first query is position 0; here the queries are the last positions. A function whose
-    # parameters aren't named as flashgen's (q_idx, kv_idx) is FlexAttention's for sure, so where the
+    # parameters are not called q_idx and kv_idx is FlexAttention's for sure, so where the
     # lengths differ flashgen asks what is meant.
     attend = fg.Attention(mask=causal)
     try:

@@ -1,0 +1,138 @@
+"""Examples run, and pages that show code or settings are true."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import flashgen as fg
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Import an example as if it were run from its folder."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def test_each_example_is_run_here():
+    programs = {name for name in NAMES if "__main__" in (EXAMPLES / f"{name}.py").read_text()}
+    assert programs == {"causal_documents", "first_mask", "flex_functions", "share_schedule"}
+
+
+def test_causal_documents(load, capfd: pytest.CaptureFixture[str]):
+    assert load("causal_documents").main(["--length", "700"]) == 0
+    printed = capfd.readouterr().out
+    assert "(kv_idx <= q_idx) & (doc[0, q_idx] == doc[0, kv_idx])" in printed
+    assert re.search(r"^ *131072 .* 16,384 MiB", printed, re.MULTILINE)
+    assert re.search(r"^/.*causal_document_d64_fwd_[0-9a-f]{8}\.py$", printed, re.MULTILINE)
+    checks = r"^(cpu backend|Triton's interpreter), .* ok$"
+    assert len(re.findall(checks, printed, re.MULTILINE)) == 3
+
+
+def test_causal_documents_fails_for_a_large_error(load, monkeypatch, capfd):
+    demo: ModuleType = load("causal_documents")
+    monkeypatch.setattr(demo, "interpreted", lambda *_: [])
+    monkeypatch.setattr(demo, "LENGTHS", ())
+    monkeypatch.setitem(demo.ALLOWED, torch.float32, (1e-12, 1e-12))
+    assert demo.main(["--length", "320"]) == 1
+    assert "TOO LARGE" in capfd.readouterr().out
+
+
+def test_a_nan_does_not_pass(load):
+    reference = load("float64_reference")
+    assert not reference.Check("", float("nan"), 0.0, (1.0, 1.0)).passes
+    doc = torch.zeros(1, 600, dtype=torch.int32)
+    tensors = reference.inputs(600, 1, 1, 16)
+    out, lse = fg.Attention(mask=load("causal_documents").causal_document)(
+        *tensors, doc=doc, return_lse=True
+    )
+    out[0, 0, 550, 3] = float("nan")
+    assert reference.errors(tensors, doc, out, lse)[0] != pytest.approx(0, abs=1e9)
+
+
+@pytest.mark.parametrize("name", ["first_mask", "flex_functions"])
+def test_small_examples(name: str, load, capsys: pytest.CaptureFixture[str]):
+    load(name).main()
+    assert capsys.readouterr().out
+
+
+def test_share_schedule(load, capsys: pytest.CaptureFixture[str]):
+    load("share_schedule").main(length=512)
+    assert "the schedule was made for Sq = 512, and this call has 511" in capsys.readouterr().out
+
+
+def test_document_lists(load):
+    lists = load("document_lists")
+    for length, most in ((8192, 7), (32768, 14), (131072, 15)):
+        samples = lists.read(length)
+        assert [len(documents) for documents in samples] == list(range(most - 4, most + 1))
+        for documents in samples:
+            assert sum(document.length for document in documents) == length
+            assert all(0 < document.prefix < document.length for document in documents)
+            assert any(document.sparse for document in documents)
+    first = lists.read(8192)[0]
+    assert first[:2] == [lists.Document(885, 3145, False), lists.Document(296, 2203, True)]
+    runs = [(number, len(list(run))) for number, run in groupby(lists.ids(first)[0].tolist())]
+    assert runs == [(0, 3145), (1, 2203), (2, 2844)]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_python_runs_as_written():
+    """All blocks, in one process and in order, as a reader would paste them."""
+    code = "\n".join(blocks("README.md", "python"))
+    assert "@fg.attention" in code
+    done = subprocess.run([sys.executable, "-W", "error", "-"], input=code, text=True, timeout=300)
+    assert done.returncode == 0
+
+
+def test_readme_commands_exist():
+    from flashgen.cli import parser
+
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [line for block in blocks("README.md", "sh") for line in block.splitlines()]
+    for words in (shlex.split(line, comments=True) for line in lines):
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
+        elif words[:3] == ["python", "-m", "flashgen"]:
+            parser().parse_args(words[3:])
+        else:
+            assert words[0] in ("pip", "git", "cd"), words
+
+
+def links(page: Path) -> list[str]:
+    found = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    return [link for link in found if "://" not in link]
+
+
+@pytest.mark.parametrize("page", ["README.md", "DESIGN.md", "docs/environment.md"])
+def test_links_lead_somewhere(page: str):
+    for link in links(ROOT / page):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_every_setting_is_documented():
+    """docs/environment.md names each variable of `flashgen.config`, and no other."""
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(FLASHGEN_\w+)` \|", page, re.MULTILINE)
+    settings = [setting.variable for setting in fg.config.settings()]
+    assert [row for row in rows if not row.startswith("FLASHGEN_TEST_")] == settings
