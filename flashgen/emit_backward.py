@@ -15,10 +15,10 @@ from .emit import (
     header,
     identifiers,
     parts_of,
-    tidy,
     unaligned_pointers,
 )
 from .expr import Expr, const, leaves, make
+from .layout import tidy
 from .lower import Lowered, isolate, lower
 from .spec import Spec
 

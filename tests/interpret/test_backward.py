@@ -159,9 +159,9 @@ def check_unseen(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     assert (v[hidden] == 0).all()
 
 
-# Every third mask by default: the families' variants lie side by side.
+# Every fourth mask by default: the families' variants lie side by side.
 EVERY_MASK = [
-    pytest.param(case, id=case.id, marks=[pytest.mark.slow] if turn % 3 else [])
+    pytest.param(case, id=case.id, marks=[pytest.mark.slow] if turn % 4 else [])
     for turn, case in enumerate(CASES)
 ]
 
@@ -231,7 +231,7 @@ def test_head_dimensions(dim: int, v_dim: int) -> None:
 
 @pytest.mark.parametrize("block_size", [16, (64, 32), 128, (48, 80)])
 def test_block_sizes(block_size: Any) -> None:
-    problem = Problem(q_len=150, kv_len=170)
+    problem = Problem(heads=1, kv_heads=1, q_len=150, kv_len=170)
     schedule = CAUSAL.schedule(*problem.inputs, block_size=block_size)
     check(CAUSAL, problem, causal(150, 170), schedule=schedule)
 
@@ -431,6 +431,7 @@ def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert x.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_hidden_values_reach_no_gradient() -> None:
     """NaN and inf in keys, values, queries and gradients, of pairs that don't attend."""
     problem = Problem(q_len=90, kv_len=90)
