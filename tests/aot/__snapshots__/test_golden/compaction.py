@@ -5,7 +5,9 @@ import triton.language as tl
 
 
 @triton.jit
-def select(state, tile, row, kv_len, FULL: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr):
+def select(
+    state, tile, row, kv_len, FULL: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr
+):
     """Members of one list. The tile that sticks out of the keys is kept apart from rows of
     queries; a row of that tile itself is masked throughout."""
     if BY_KEY:
@@ -53,7 +55,8 @@ def write_runs(
     do_not_specialize=[
         "step", "row_step", "grid_step", "rows", "tiles", "heads", "kv_len", "masked_width",
         "full_width"
-    ]
+    ],
+    do_not_specialize_on_alignment=["kv_lens_ptr"],
 )
 def compact(
     states_ptr,

@@ -1,9 +1,13 @@
 # flashgen 0.1.0
 # spec flashmask
-#   mask    ~((columns[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns[b, 0, kv_idx, 1])) & (kv_idx <= q_idx)
-#   data    columns: int32[4-d]
-# tile rule: may attend   ~((max[kv](columns[b, 0, kv_idx, 0]) <= min[q](q_idx)) & (max[q](q_idx) < min[kv](columns[b, 0, kv_idx, 1]))) & ~(max[q](q_idx) < min[kv](kv_idx))
-# tile rule: must attend  ~(~(max[q](q_idx) < min[kv](columns[b, 0, kv_idx, 0])) & ~(max[kv](columns[b, 0, kv_idx, 1]) <= min[q](q_idx))) & (max[kv](kv_idx) <= min[q](q_idx))
+#   mask    ~((columns_[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns_[b, 0, kv_idx, 1])) & (kv_idx
+#       <= q_idx)
+#   data    columns_: int32[4-d]
+# tile rule
+#   may attend   ~((max[kv](columns_[b, 0, kv_idx, 0]) <= min[q](q_idx)) & (max[q](q_idx) <
+#       min[kv](columns_[b, 0, kv_idx, 1]))) & ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  ~(~(max[q](q_idx) < min[kv](columns_[b, 0, kv_idx, 0])) & ~(max[kv](columns_[b, 0,
+#       kv_idx, 1]) <= min[q](q_idx))) & (max[kv](kv_idx) <= min[q](q_idx))
 
 import triton
 import triton.language as tl
@@ -12,14 +16,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
-    stride_os, q_len, scale_log2, columns_ptr, columns_size_0, columns_stride_0, columns_size_1,
-    columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3, kv_len,
-    q_offset, b, h, h_kv, block, masked_tiles, full_tiles, ragged_tiles, ragged_tile,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, OFFSET: tl.constexpr,
-    FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    stride_os, q_len, scale_log2, columns__ptr, columns__size_0, columns__stride_0,
+    columns__size_1, columns__stride_1, columns__size_2, columns__stride_2, columns__size_3,
+    columns__stride_3, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles, ragged_tiles,
+    ragged_tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr,
+    OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """0 x inf is NaN: a value that a row must not see has reached its sum. These rows once more,
     from the LSE, with values selected instead of multiplied by 0."""
@@ -37,6 +41,9 @@ def select_rows(
             other=0.0,
         )
         q_idx = rows + q_offset
+        columns__row = columns__ptr + b * columns__stride_0
+        columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
+        columns__row_2 = columns__ptr + b * columns__stride_0 + columns__kv_at_2 * columns__stride_3
 
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
         acc0 = tl.zeros([16, 128], FLOAT)
@@ -59,20 +66,20 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_128), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                columns_kv = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(0, columns_size_3 - 1) * columns_stride_3)
-                columns_kv_2 = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(1, columns_size_3 - 1) * columns_stride_3)
-                keep = (kv_idx < kv_len) & (~((columns_kv <= q_idx) & (q_idx < columns_kv_2)) & (kv_idx <= q_idx))
+                columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+                columns__kv = tl.load(columns__row + columns__kv_at * columns__stride_2)
+                columns__kv_2 = tl.load(columns__row_2 + columns__kv_at * columns__stride_2)
+                keep = (
+                    (kv_idx < kv_len)
+                    & (~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx))
+                )
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_128), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_128), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -104,13 +111,11 @@ def select_rows(
         "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "group", "q_len", "kv_len", "q_offset", "scale_log2", "columns_size_0",
-        "columns_stride_0", "columns_size_1", "columns_stride_1", "columns_size_2",
-        "columns_stride_2", "columns_size_3", "columns_stride_3"
+        "group", "q_len", "kv_len", "q_offset", "scale_log2", "columns__size_0",
+        "columns__stride_0", "columns__size_1", "columns__stride_1", "columns__size_2",
+        "columns__stride_2", "columns__size_3", "columns__stride_3"
     ],
-    do_not_specialize_on_alignment=[
-        "columns_ptr"
-    ],
+    do_not_specialize_on_alignment=["columns__ptr"],
 )
 def attention_forward(
     q_ptr,
@@ -143,15 +148,15 @@ def attention_forward(
     kv_len: tl.int32,
     q_offset: tl.int32,
     scale_log2: tl.float32,
-    columns_ptr,
-    columns_size_0: tl.int32,
-    columns_stride_0: tl.int64,
-    columns_size_1: tl.int32,
-    columns_stride_1: tl.int64,
-    columns_size_2: tl.int32,
-    columns_stride_2: tl.int64,
-    columns_size_3: tl.int32,
-    columns_stride_3: tl.int64,
+    columns__ptr,
+    columns__size_0: tl.int32,
+    columns__stride_0: tl.int64,
+    columns__size_1: tl.int32,
+    columns__stride_1: tl.int64,
+    columns__size_2: tl.int32,
+    columns__stride_2: tl.int64,
+    columns__size_3: tl.int32,
+    columns__stride_3: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -167,7 +172,6 @@ def attention_forward(
     h = (tl.program_id(0) // blocks) % heads
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
-
 
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
@@ -201,13 +205,15 @@ def attention_forward(
         other=0.0,
     )
     q_idx = rows + q_offset
-
+    columns__row = columns__ptr + b * columns__stride_0
+    columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
+    columns__row_2 = columns__ptr + b * columns__stride_0 + columns__kv_at_2 * columns__stride_3
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 128], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
@@ -225,14 +231,13 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        columns_kv = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(0, columns_size_3 - 1) * columns_stride_3)
-        columns_kv_2 = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(1, columns_size_3 - 1) * columns_stride_3)
-        keep = ~((columns_kv <= q_idx) & (q_idx < columns_kv_2)) & (kv_idx <= q_idx)
+        columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+        columns__kv = tl.load(columns__row + columns__kv_at * columns__stride_2)
+        columns__kv_2 = tl.load(columns__row_2 + columns__kv_at * columns__stride_2)
+        keep = ~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx)
         s = tl.where(keep, s, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -241,13 +246,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -264,14 +265,16 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        columns_kv = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(0, columns_size_3 - 1) * columns_stride_3)
-        columns_kv_2 = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(1, columns_size_3 - 1) * columns_stride_3)
-        keep = (kv_idx < kv_len) & (~((columns_kv <= q_idx) & (q_idx < columns_kv_2)) & (kv_idx <= q_idx))
+        columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+        columns__kv = tl.load(columns__row + columns__kv_at * columns__stride_2)
+        columns__kv_2 = tl.load(columns__row_2 + columns__kv_at * columns__stride_2)
+        keep = (
+            (kv_idx < kv_len)
+            & (~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx))
+        )
         s = tl.where(keep, s, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -280,13 +283,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -300,9 +299,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -311,13 +308,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -343,8 +336,9 @@ def attention_forward(
         tl.debug_barrier()
         select_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
-            stride_vs, stride_os, q_len, scale_log2, columns_ptr, columns_size_0, columns_stride_0,
-            columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3,
-            columns_stride_3, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
-            ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N, OFFSET, FLOAT, PRECISION,
+            stride_vs, stride_os, q_len, scale_log2, columns__ptr, columns__size_0,
+            columns__stride_0, columns__size_1, columns__stride_1, columns__size_2,
+            columns__stride_2, columns__size_3, columns__stride_3, kv_len, q_offset, b, h, h_kv,
+            block, masked_tiles, full_tiles, ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N,
+            OFFSET, FLOAT, PRECISION,
         )

@@ -2,8 +2,13 @@
 # spec same_document
 #   mask    (documents[b, q_idx] == documents[b, kv_idx]) & (kv_idx <= q_idx)
 #   data    documents: int64[2-d]
-# tile rule: may attend   ~((max[q](documents[b, q_idx]) < min[kv](documents[b, kv_idx])) | (max[kv](documents[b, kv_idx]) < min[q](documents[b, q_idx]))) & ~(max[q](q_idx) < min[kv](kv_idx))
-# tile rule: must attend  (min[q](documents[b, q_idx]) == max[q](documents[b, q_idx])) & (min[kv](documents[b, kv_idx]) == max[kv](documents[b, kv_idx])) & (min[q](documents[b, q_idx]) == min[kv](documents[b, kv_idx])) & (max[kv](kv_idx) <= min[q](q_idx))
+# tile rule
+#   may attend   ~((max[q](documents[b, q_idx]) < min[kv](documents[b, kv_idx])) |
+#       (max[kv](documents[b, kv_idx]) < min[q](documents[b, q_idx]))) & ~(max[q](q_idx) <
+#       min[kv](kv_idx))
+#   must attend  (min[q](documents[b, q_idx]) == max[q](documents[b, q_idx])) &
+#       (min[kv](documents[b, kv_idx]) == max[kv](documents[b, kv_idx])) & (min[q](documents[b,
+#       q_idx]) == min[kv](documents[b, kv_idx])) & (max[kv](kv_idx) <= min[q](q_idx))
 
 import triton
 import triton.language as tl
@@ -12,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
     stride_os, q_len, scale_log2, documents_ptr, documents_size_0, documents_stride_0,
@@ -36,7 +41,11 @@ def select_rows(
             other=0.0,
         )
         q_idx = rows + q_offset
-        documents_q = tl.load(documents_ptr + b * documents_stride_0 + tl.minimum(tl.maximum(q_idx, 0), documents_size_1 - 1) * documents_stride_1)
+        documents_q_at = tl.minimum(tl.maximum(q_idx, 0), documents_size_1 - 1)
+        documents_q = tl.load(
+            documents_ptr + b * documents_stride_0 + documents_q_at * documents_stride_1
+        )
+        documents_row = documents_ptr + b * documents_stride_0
 
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
         acc0 = tl.zeros([16, 64], FLOAT)
@@ -59,19 +68,16 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_64), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                documents_kv = tl.load(documents_ptr + b * documents_stride_0 + tl.minimum(kv_idx, documents_size_1 - 1) * documents_stride_1)
+                documents_kv_at = tl.minimum(kv_idx, documents_size_1 - 1)
+                documents_kv = tl.load(documents_row + documents_kv_at * documents_stride_1)
                 keep = (kv_idx < kv_len) & ((documents_q == documents_kv) & (kv_idx <= q_idx))
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_64), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -106,9 +112,7 @@ def select_rows(
         "group", "q_len", "kv_len", "q_offset", "scale_log2", "documents_size_0",
         "documents_stride_0", "documents_size_1", "documents_stride_1"
     ],
-    do_not_specialize_on_alignment=[
-        "documents_ptr"
-    ],
+    do_not_specialize_on_alignment=["documents_ptr"],
 )
 def attention_forward(
     q_ptr,
@@ -162,7 +166,6 @@ def attention_forward(
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
 
-
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
     stride_qh = stride_qh // ALIGN * ALIGN
@@ -195,14 +198,17 @@ def attention_forward(
         other=0.0,
     )
     q_idx = rows + q_offset
-    documents_q = tl.load(documents_ptr + b * documents_stride_0 + tl.minimum(tl.maximum(q_idx, 0), documents_size_1 - 1) * documents_stride_1)
-
+    documents_q_at = tl.minimum(tl.maximum(q_idx, 0), documents_size_1 - 1)
+    documents_q = tl.load(
+        documents_ptr + b * documents_stride_0 + documents_q_at * documents_stride_1
+    )
+    documents_row = documents_ptr + b * documents_stride_0
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 64], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
@@ -220,12 +226,11 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        documents_kv = tl.load(documents_ptr + b * documents_stride_0 + tl.minimum(kv_idx, documents_size_1 - 1) * documents_stride_1)
+        documents_kv_at = tl.minimum(kv_idx, documents_size_1 - 1)
+        documents_kv = tl.load(documents_row + documents_kv_at * documents_stride_1)
         keep = (documents_q == documents_kv) & (kv_idx <= q_idx)
         s = tl.where(keep, s, float("-inf"))
 
@@ -235,13 +240,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -258,12 +259,11 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        documents_kv = tl.load(documents_ptr + b * documents_stride_0 + tl.minimum(kv_idx, documents_size_1 - 1) * documents_stride_1)
+        documents_kv_at = tl.minimum(kv_idx, documents_size_1 - 1)
+        documents_kv = tl.load(documents_row + documents_kv_at * documents_stride_1)
         keep = (kv_idx < kv_len) & ((documents_q == documents_kv) & (kv_idx <= q_idx))
         s = tl.where(keep, s, float("-inf"))
 
@@ -273,13 +273,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -293,9 +289,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -304,13 +298,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end

@@ -2,8 +2,12 @@
 # spec causal_document
 #   mask    (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])
 #   data    doc: int32[2-d]
-# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b, kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
-# tile rule: must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b, q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) == min[kv](doc[b, kv_idx])))
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b,
+#       kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
+#   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
+#       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
+#       min[kv](doc[b, kv_idx])))
 
 import triton
 import triton.language as tl
@@ -12,7 +16,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
     stride_os, q_len, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1,
@@ -42,7 +46,9 @@ def select_rows(
             other=0.0,
         )
         q_idx = rows + q_offset
-        doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
+        doc_q_at = tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1)
+        doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
+        doc_row = doc_ptr + b * doc_stride_0
 
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
         acc0 = tl.zeros([16, 128], FLOAT)
@@ -65,23 +71,18 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_128), mask=valid, other=0.0
-                )
-                k1 = tl.load(
-                    k_tile + (k_rows + (128 + dims_64)), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
+                k1 = tl.load(k_tile + (k_rows + (128 + dims_64)), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+                doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+                doc_kv = tl.load(doc_row + doc_kv_at * doc_stride_1)
                 keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_128), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_128), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -116,9 +117,7 @@ def select_rows(
         "group", "q_len", "kv_len", "q_offset", "scale_log2", "doc_size_0", "doc_stride_0",
         "doc_size_1", "doc_stride_1"
     ],
-    do_not_specialize_on_alignment=[
-        "doc_ptr"
-    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
 )
 def attention_forward(
     q_ptr,
@@ -172,7 +171,6 @@ def attention_forward(
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
 
-
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
     stride_qh = stride_qh // ALIGN * ALIGN
@@ -211,14 +209,15 @@ def attention_forward(
         other=0.0,
     )
     q_idx = rows + q_offset
-    doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
-
+    doc_q_at = tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1)
+    doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
+    doc_row = doc_ptr + b * doc_stride_0
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 128], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
@@ -236,16 +235,13 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128)
-        )
-        k1 = tl.load(
-            k_tile + (k_rows + (128 + dims_64))
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128))
+        k1 = tl.load(k_tile + (k_rows + (128 + dims_64)))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+        doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+        doc_kv = tl.load(doc_row + doc_kv_at * doc_stride_1)
         keep = (kv_idx <= q_idx) & (doc_q == doc_kv)
         s = tl.where(keep, s, float("-inf"))
 
@@ -255,13 +251,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -278,16 +270,13 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128), mask=valid, other=0.0
-        )
-        k1 = tl.load(
-            k_tile + (k_rows + (128 + dims_64)), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
+        k1 = tl.load(k_tile + (k_rows + (128 + dims_64)), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+        doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+        doc_kv = tl.load(doc_row + doc_kv_at * doc_stride_1)
         keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
         s = tl.where(keep, s, float("-inf"))
 
@@ -297,13 +286,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -317,12 +302,8 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_128)
-        )
-        k1 = tl.load(
-            k_tile + (k_rows + (128 + dims_64))
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_128))
+        k1 = tl.load(k_tile + (k_rows + (128 + dims_64)))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
 
@@ -332,13 +313,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_128)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_128))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end

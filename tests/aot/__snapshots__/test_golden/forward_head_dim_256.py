@@ -1,8 +1,9 @@
 # flashgen 0.1.0
 # spec causal
 #   mask    kv_idx <= q_idx
-# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx))
-# tile rule: must attend  max[kv](kv_idx) <= min[q](q_idx)
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  max[kv](kv_idx) <= min[q](q_idx)
 
 import triton
 import triton.language as tl
@@ -11,7 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
     stride_os, q_len, scale_log2, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
@@ -56,18 +57,14 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_256), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_256), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
                 keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_256), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_256), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -150,7 +147,6 @@ def attention_forward(
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
 
-
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
     stride_qh = stride_qh // ALIGN * ALIGN
@@ -184,12 +180,11 @@ def attention_forward(
     )
     q_idx = rows + q_offset
 
-
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 256], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
@@ -207,9 +202,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_256)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_256))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
         keep = kv_idx <= q_idx
@@ -221,13 +214,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_256)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_256))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -244,9 +233,7 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_256), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_256), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
@@ -258,13 +245,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_256), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_256), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -278,9 +261,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_256)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_256))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -289,13 +270,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_256)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_256))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end

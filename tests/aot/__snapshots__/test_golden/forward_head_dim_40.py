@@ -1,8 +1,9 @@
 # flashgen 0.1.0
 # spec full
 #   mask    every key
-# tile rule: may attend   True
-# tile rule: must attend  True
+# tile rule
+#   may attend   True
+#   must attend  True
 
 import triton
 import triton.language as tl
@@ -11,7 +12,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
     stride_os, q_len, scale_log2, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
@@ -62,11 +63,10 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_32), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_32), mask=valid, other=0.0)
                 k1 = tl.load(
-                    k_tile + (k_rows + (32 + dims_16)), mask=valid & ((32 + dims_16) < 40), other=0.0
+                    k_tile + (k_rows + (32 + dims_16)), mask=valid
+                    & ((32 + dims_16) < 40), other=0.0
                 )
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
@@ -75,9 +75,7 @@ def select_rows(
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_32), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_32), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -90,7 +88,8 @@ def select_rows(
                         p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
                     )
                 v1 = tl.load(
-                    v_tile + (v_rows + (32 + dims_16)), mask=valid & ((32 + dims_16) < 40), other=0.0
+                    v_tile + (v_rows + (32 + dims_16)), mask=valid
+                    & ((32 + dims_16) < 40), other=0.0
                 )
                 if tl.max(tl.max((v1 - v1 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
@@ -179,7 +178,6 @@ def attention_forward(
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
 
-
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
     stride_qh = stride_qh // ALIGN * ALIGN
@@ -218,70 +216,18 @@ def attention_forward(
         other=0.0,
     )
 
-
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 32], FLOAT)
     acc1 = tl.zeros([BLOCK_M, 16], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
     full_tiles = tl.load(counts + 3 * schedule_row + 1) * (TILE_N // BLOCK_N)
     ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
     ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
-
-    # Tiles that the mask cuts.
-    runs = masked_runs
-    tile = tl.load(runs) * (TILE_N // BLOCK_N)
-    end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
-    next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
-    next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
-    for _ in range(masked_tiles):
-        first_key = tile * BLOCK_N
-        k_tile = k_ptr + first_key * stride_ks
-        v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_32)
-        )
-        k1 = tl.load(
-            k_tile + (k_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0
-        )
-        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
-        kv_idx = first_key + columns[None, :]
-        keep = kv_idx >= 0
-        s = tl.where(keep, s, float("-inf"))
-
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s * scale_log2 - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.sum(p, 1)
-        m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_32)
-        )
-        acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
-        v1 = tl.load(
-            v_tile + (v_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0
-        )
-        acc1 *= alpha[:, None]
-        acc1 = tl.dot(
-            p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT
-        )
-
-        tile += 1
-        is_last = tile == end
-        tile = tl.where(is_last, next_tile, tile)
-        end = tl.where(is_last, next_end, end)
-        runs += tl.where(is_last, 2, 0)
-        next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
-        next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
 
     # The tile that sticks out of the keys.
     tile = ragged_tile
@@ -290,9 +236,7 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_32), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_32), mask=valid, other=0.0)
         k1 = tl.load(
             k_tile + (k_rows + (32 + dims_16)), mask=valid & ((32 + dims_16) < 40), other=0.0
         )
@@ -308,20 +252,14 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_32), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_32), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
         v1 = tl.load(
             v_tile + (v_rows + (32 + dims_16)), mask=valid & ((32 + dims_16) < 40), other=0.0
         )
         acc1 *= alpha[:, None]
-        acc1 = tl.dot(
-            p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc1 = tl.dot(p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -330,12 +268,8 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_32)
-        )
-        k1 = tl.load(
-            k_tile + (k_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_32))
+        k1 = tl.load(k_tile + (k_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
 
@@ -345,21 +279,12 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_32)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_32))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
-        v1 = tl.load(
-            v_tile + (v_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
+        v1 = tl.load(v_tile + (v_rows + (32 + dims_16)), mask=(32 + dims_16) < 40, other=0.0)
         acc1 *= alpha[:, None]
-        acc1 = tl.dot(
-            p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT
-        )
-
+        acc1 = tl.dot(p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT)
 
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = tl.where(l == 0.0, 1.0, l)

@@ -3,8 +3,9 @@
 #   mask    (kv_idx <= q_idx) & (q_idx - kv_idx < window)
 #   with    softcap, sinks
 #   scalars window: int
-# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~(window <= min[q](q_idx) - max[kv](kv_idx))
-# tile rule: must attend  (max[kv](kv_idx) <= min[q](q_idx)) & (max[q](q_idx) - min[kv](kv_idx) < window)
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~(window <= min[q](q_idx) - max[kv](kv_idx))
+#   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & (max[q](q_idx) - min[kv](kv_idx) < window)
 
 import triton
 import triton.language as tl
@@ -21,7 +22,7 @@ def tanh(x):
     return tl.where(x < 0, -t, tl.where(x == x, t, x))
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
     stride_os, q_len, scale, scale_log2, softcap, window, kv_len, q_offset, b, h, h_kv, block,
@@ -68,9 +69,7 @@ def select_rows(
                 k_tile = k_ptr + first_key * stride_ks
                 v_tile = v_ptr + first_key * stride_vs
                 valid = columns[:, None] < kv_len - first_key
-                k0 = tl.load(
-                    k_tile + (k_rows + dims_64), mask=valid, other=0.0
-                )
+                k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
                 s *= scale
@@ -79,9 +78,7 @@ def select_rows(
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
-                v0 = tl.load(
-                    v_tile + (v_rows + dims_64), mask=valid, other=0.0
-                )
+                v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
                 if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
@@ -115,9 +112,7 @@ def select_rows(
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
         "group", "q_len", "kv_len", "q_offset", "scale", "scale_log2", "softcap", "window"
     ],
-    do_not_specialize_on_alignment=[
-        "sinks_ptr"
-    ],
+    do_not_specialize_on_alignment=["sinks_ptr"],
 )
 def attention_forward(
     q_ptr,
@@ -170,7 +165,6 @@ def attention_forward(
     b = tl.program_id(0) // blocks // heads
     h_kv = h // group
 
-
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
     stride_qh = stride_qh // ALIGN * ALIGN
@@ -205,12 +199,11 @@ def attention_forward(
     q_idx = rows + q_offset
     q_sub = q_idx - window
 
-
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 64], FLOAT)
 
-    schedule_row = (b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M)
+    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
     masked_runs += schedule_row * (2 * masked_width)
     full_runs += schedule_row * (2 * full_width)
     masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
@@ -228,9 +221,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
         s *= scale
@@ -244,13 +235,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end
@@ -267,9 +254,7 @@ def attention_forward(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64), mask=valid, other=0.0
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
         s *= scale
@@ -283,13 +268,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64), mask=valid, other=0.0
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
 
@@ -303,9 +284,7 @@ def attention_forward(
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
-        k0 = tl.load(
-            k_tile + (k_rows + dims_64)
-        )
+        k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         s *= scale
         s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
@@ -316,13 +295,9 @@ def attention_forward(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
-        v0 = tl.load(
-            v_tile + (v_rows + dims_64)
-        )
+        v0 = tl.load(v_tile + (v_rows + dims_64))
         acc0 *= alpha[:, None]
-        acc0 = tl.dot(
-            p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
-        )
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
 
         tile += 1
         is_last = tile == end

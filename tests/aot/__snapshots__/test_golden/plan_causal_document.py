@@ -2,8 +2,12 @@
 # spec causal_document
 #   mask    (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])
 #   data    doc: int32[2-d]
-# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b, kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
-# tile rule: must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b, q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) == min[kv](doc[b, kv_idx])))
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b,
+#       kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
+#   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
+#       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
+#       min[kv](doc[b, kv_idx])))
 
 import triton
 import triton.language as tl
@@ -16,9 +20,7 @@ FLOAT = tl.constexpr(tl.float32)
         "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0", "doc_stride_0",
         "doc_size_1", "doc_stride_1"
     ],
-    do_not_specialize_on_alignment=[
-        "doc_ptr"
-    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
 )
 def summarize_q(
     q_summary_0_min_ptr,
@@ -39,13 +41,12 @@ def summarize_q(
 ):
     """Least and greatest values over each tile of queries."""
     tile = tl.program_id(0) % tiles
-    h = (tl.program_id(0) // tiles) % heads
     b = tl.program_id(0) // tiles // heads
-    h_kv = h // group
 
     position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
     q_idx = tl.minimum(position, q_len - 1) + q_offset
-    doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
+    doc_q_at = tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1)
+    doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
     value = doc_q + tl.zeros([BLOCK], tl.int32)
     tl.store(q_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
     tl.store(q_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
@@ -56,9 +57,7 @@ def summarize_q(
         "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0", "doc_stride_0",
         "doc_size_1", "doc_stride_1"
     ],
-    do_not_specialize_on_alignment=[
-        "doc_ptr"
-    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
 )
 def summarize_kv(
     kv_summary_0_min_ptr,
@@ -79,23 +78,27 @@ def summarize_kv(
 ):
     """Least and greatest values over each tile of keys."""
     tile = tl.program_id(0) % tiles
-    h = (tl.program_id(0) // tiles) % heads
     b = tl.program_id(0) // tiles // heads
-    h_kv = h // group
 
     position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
     kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
-    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+    doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + doc_kv_at * doc_stride_1)
     value = doc_kv + tl.zeros([BLOCK], tl.int32)
     tl.store(kv_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
     tl.store(kv_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
 
 
 @triton.jit
-def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1):
+def allowed(
+    b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
+    doc_stride_1,
+):
     """The mask: (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])"""
-    doc_q = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1) * doc_stride_1)
-    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + tl.minimum(kv_idx, doc_size_1 - 1) * doc_stride_1)
+    doc_q_at = tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1)
+    doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
+    doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+    doc_kv = tl.load(doc_ptr + b * doc_stride_0 + doc_kv_at * doc_stride_1)
     return (kv_idx <= q_idx) & (doc_q == doc_kv)
 
 
@@ -104,9 +107,7 @@ def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_s
         "q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset", "doc_size_0",
         "doc_stride_0", "doc_size_1", "doc_stride_1"
     ],
-    do_not_specialize_on_alignment=[
-        "doc_ptr"
-    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
 )
 def classify(
     states_ptr,
@@ -152,24 +153,39 @@ def classify(
     q_summary_0_max = tl.load(q_summary_0_max_ptr + row)
     kv_summary_0_min = tl.load(kv_summary_0_min_ptr + (b * heads + h) * kv_tiles + column)
     kv_summary_0_max = tl.load(kv_summary_0_max_ptr + (b * heads + h) * kv_tiles + column)
-    may = (~(q_high < kv_low) & ~((q_summary_0_max < kv_summary_0_min) | (kv_summary_0_max < q_summary_0_min))) & alive
-    must = ((kv_high <= q_low) & ((q_summary_0_min == q_summary_0_max) & (kv_summary_0_min == kv_summary_0_max) & (q_summary_0_min == kv_summary_0_min))) & may
+    may = (
+        (
+            ~(q_high < kv_low)
+            & ~((q_summary_0_max < kv_summary_0_min) | (kv_summary_0_max < q_summary_0_min))
+        )
+        & alive
+    )
+    must = (
+        (
+            (kv_high <= q_low)
+            & (
+                (q_summary_0_min == q_summary_0_max)
+                & (kv_summary_0_min == kv_summary_0_max)
+                & (q_summary_0_min == kv_summary_0_min)
+            )
+        )
+        & may
+    )
     states = may.to(tl.int32) + must.to(tl.int32)
 
     if ELEMENTS:
         # A tile with both an allowed and a forbidden corner is partial.
-        corner = allowed(b, h, h_kv, q_low, kv_low, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
-        some = corner
-        every = corner
-        corner = allowed(b, h, h_kv, q_low, kv_high, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_low, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_high, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & alive
-        some |= corner
-        every &= corner
+        some = alive & False
+        every = alive
+        for corner in tl.static_range(4):
+            q_corner = q_high if corner // 2 else q_low
+            kv_corner = kv_high if corner % 2 else kv_low
+            allows = allowed(
+                b, h, h_kv, q_corner, kv_corner, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0,
+                doc_size_1, doc_stride_1,
+            )
+            some |= allows & alive
+            every &= allows
         undecided = (may & ~must & ~(some & ~every)).to(tl.int32)
         last = -1
         for _ in range(tl.sum(undecided, 0)):
@@ -181,9 +197,13 @@ def classify(
             for first in range(0, TILE_M, 16):
                 q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
                 here = (kv_idx >= 0) & (q_idx <= q_high)
-                keep = (allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1) & here).to(tl.int32)
-                any_pair = tl.maximum(any_pair, tl.max(tl.max(keep, 1), 0))
-                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(keep, 1), 0))
+                keep = allowed(
+                    b, h, h_kv, q_idx, kv_idx, q_len, kv_len, doc_ptr, doc_size_0, doc_stride_0,
+                    doc_size_1, doc_stride_1,
+                )
+                counted = (keep & here).to(tl.int32)
+                any_pair = tl.maximum(any_pair, tl.max(tl.max(counted, 1), 0))
+                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(counted, 1), 0))
             states = tl.where(tiles == last, any_pair + all_pairs, states)
     position = row.to(tl.int64) * kv_tiles + tiles
     tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)

@@ -1,9 +1,13 @@
 # flashgen 0.1.0
 # spec flashmask
-#   mask    ~((columns[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns[b, 0, kv_idx, 1])) & (kv_idx <= q_idx)
-#   data    columns: int32[4-d]
-# tile rule: may attend   ~((max[kv](columns[b, 0, kv_idx, 0]) <= min[q](q_idx)) & (max[q](q_idx) < min[kv](columns[b, 0, kv_idx, 1]))) & ~(max[q](q_idx) < min[kv](kv_idx))
-# tile rule: must attend  ~(~(max[q](q_idx) < min[kv](columns[b, 0, kv_idx, 0])) & ~(max[kv](columns[b, 0, kv_idx, 1]) <= min[q](q_idx))) & (max[kv](kv_idx) <= min[q](q_idx))
+#   mask    ~((columns_[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns_[b, 0, kv_idx, 1])) & (kv_idx
+#       <= q_idx)
+#   data    columns_: int32[4-d]
+# tile rule
+#   may attend   ~((max[kv](columns_[b, 0, kv_idx, 0]) <= min[q](q_idx)) & (max[q](q_idx) <
+#       min[kv](columns_[b, 0, kv_idx, 1]))) & ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  ~(~(max[q](q_idx) < min[kv](columns_[b, 0, kv_idx, 0])) & ~(max[kv](columns_[b, 0,
+#       kv_idx, 1]) <= min[q](q_idx))) & (max[kv](kv_idx) <= min[q](q_idx))
 
 import triton
 import triton.language as tl
@@ -13,13 +17,11 @@ FLOAT = tl.constexpr(tl.float32)
 
 @triton.jit(
     do_not_specialize=[
-        "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "columns_size_0",
-        "columns_stride_0", "columns_size_1", "columns_stride_1", "columns_size_2",
-        "columns_stride_2", "columns_size_3", "columns_stride_3"
+        "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "columns__size_0",
+        "columns__stride_0", "columns__size_1", "columns__stride_1", "columns__size_2",
+        "columns__stride_2", "columns__size_3", "columns__stride_3"
     ],
-    do_not_specialize_on_alignment=[
-        "columns_ptr"
-    ],
+    do_not_specialize_on_alignment=["columns__ptr"],
 )
 def summarize_kv(
     kv_summary_0_min_ptr,
@@ -32,53 +34,68 @@ def summarize_kv(
     q_len: tl.int32,
     kv_len: tl.int32,
     q_offset: tl.int32,
-    columns_ptr,
-    columns_size_0: tl.int32,
-    columns_stride_0: tl.int64,
-    columns_size_1: tl.int32,
-    columns_stride_1: tl.int64,
-    columns_size_2: tl.int32,
-    columns_stride_2: tl.int64,
-    columns_size_3: tl.int32,
-    columns_stride_3: tl.int64,
+    columns__ptr,
+    columns__size_0: tl.int32,
+    columns__stride_0: tl.int64,
+    columns__size_1: tl.int32,
+    columns__stride_1: tl.int64,
+    columns__size_2: tl.int32,
+    columns__stride_2: tl.int64,
+    columns__size_3: tl.int32,
+    columns__stride_3: tl.int64,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Least and greatest values over each tile of keys."""
     tile = tl.program_id(0) % tiles
-    h = (tl.program_id(0) // tiles) % heads
     b = tl.program_id(0) // tiles // heads
-    h_kv = h // group
 
     position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
     kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
-    columns_kv = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(0, columns_size_3 - 1) * columns_stride_3)
-    columns_kv_2 = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(1, columns_size_3 - 1) * columns_stride_3)
-    value = columns_kv + tl.zeros([BLOCK], tl.int32)
+    columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+    columns__kv = tl.load(columns__ptr + b * columns__stride_0 + columns__kv_at * columns__stride_2)
+    columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
+    columns__kv_2 = tl.load(
+        columns__ptr
+        + b * columns__stride_0
+        + columns__kv_at * columns__stride_2
+        + columns__kv_at_2 * columns__stride_3
+    )
+    value = columns__kv + tl.zeros([BLOCK], tl.int32)
     tl.store(kv_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
     tl.store(kv_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
-    value = columns_kv_2 + tl.zeros([BLOCK], tl.int32)
+    value = columns__kv_2 + tl.zeros([BLOCK], tl.int32)
     tl.store(kv_summary_1_min_ptr + tl.program_id(0), tl.min(value, 0))
     tl.store(kv_summary_1_max_ptr + tl.program_id(0), tl.max(value, 0))
 
 
 @triton.jit
-def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3):
-    """The mask: ~((columns[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns[b, 0, kv_idx, 1])) & (kv_idx <= q_idx)"""
-    columns_kv = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(0, columns_size_3 - 1) * columns_stride_3)
-    columns_kv_2 = tl.load(columns_ptr + b * columns_stride_0 + tl.minimum(0, columns_size_1 - 1) * columns_stride_1 + tl.minimum(kv_idx, columns_size_2 - 1) * columns_stride_2 + tl.minimum(1, columns_size_3 - 1) * columns_stride_3)
-    return ~((columns_kv <= q_idx) & (q_idx < columns_kv_2)) & (kv_idx <= q_idx)
+def allowed(
+    b, h, h_kv, q_idx, kv_idx, q_len, kv_len, columns__ptr, columns__size_0, columns__stride_0,
+    columns__size_1, columns__stride_1, columns__size_2, columns__stride_2, columns__size_3,
+    columns__stride_3,
+):
+    """The mask: ~((columns_[b, 0, kv_idx, 0] <= q_idx) & (q_idx < columns_[b, 0, kv_idx, 1])) &
+    (kv_idx <= q_idx)"""
+    columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+    columns__kv = tl.load(columns__ptr + b * columns__stride_0 + columns__kv_at * columns__stride_2)
+    columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
+    columns__kv_2 = tl.load(
+        columns__ptr
+        + b * columns__stride_0
+        + columns__kv_at * columns__stride_2
+        + columns__kv_at_2 * columns__stride_3
+    )
+    return ~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx)
 
 
 @triton.jit(
     do_not_specialize=[
         "q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset",
-        "columns_size_0", "columns_stride_0", "columns_size_1", "columns_stride_1",
-        "columns_size_2", "columns_stride_2", "columns_size_3", "columns_stride_3"
+        "columns__size_0", "columns__stride_0", "columns__size_1", "columns__stride_1",
+        "columns__size_2", "columns__stride_2", "columns__size_3", "columns__stride_3"
     ],
-    do_not_specialize_on_alignment=[
-        "columns_ptr"
-    ],
+    do_not_specialize_on_alignment=["columns__ptr"],
 )
 def classify(
     states_ptr,
@@ -93,15 +110,15 @@ def classify(
     q_len: tl.int32,
     kv_len: tl.int32,
     q_offset: tl.int32,
-    columns_ptr,
-    columns_size_0: tl.int32,
-    columns_stride_0: tl.int64,
-    columns_size_1: tl.int32,
-    columns_stride_1: tl.int64,
-    columns_size_2: tl.int32,
-    columns_stride_2: tl.int64,
-    columns_size_3: tl.int32,
-    columns_stride_3: tl.int64,
+    columns__ptr,
+    columns__size_0: tl.int32,
+    columns__stride_0: tl.int64,
+    columns__size_1: tl.int32,
+    columns__stride_1: tl.int64,
+    columns__size_2: tl.int32,
+    columns__stride_2: tl.int64,
+    columns__size_3: tl.int32,
+    columns__stride_3: tl.int64,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -128,24 +145,30 @@ def classify(
     kv_summary_0_max = tl.load(kv_summary_0_max_ptr + (b * heads + h) * kv_tiles + column)
     kv_summary_1_min = tl.load(kv_summary_1_min_ptr + (b * heads + h) * kv_tiles + column)
     kv_summary_1_max = tl.load(kv_summary_1_max_ptr + (b * heads + h) * kv_tiles + column)
-    may = (~((kv_summary_0_max <= q_low) & (q_high < kv_summary_1_min)) & ~(q_high < kv_low)) & alive
-    must = (~(~(q_high < kv_summary_0_min) & ~(kv_summary_1_max <= q_low)) & (kv_high <= q_low)) & may
+    may = (
+        (~((kv_summary_0_max <= q_low) & (q_high < kv_summary_1_min)) & ~(q_high < kv_low))
+        & alive
+    )
+    must = (
+        (~(~(q_high < kv_summary_0_min) & ~(kv_summary_1_max <= q_low)) & (kv_high <= q_low))
+        & may
+    )
     states = may.to(tl.int32) + must.to(tl.int32)
 
     if ELEMENTS:
         # A tile with both an allowed and a forbidden corner is partial.
-        corner = allowed(b, h, h_kv, q_low, kv_low, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3) & alive
-        some = corner
-        every = corner
-        corner = allowed(b, h, h_kv, q_low, kv_high, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_low, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_high, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3) & alive
-        some |= corner
-        every &= corner
+        some = alive & False
+        every = alive
+        for corner in tl.static_range(4):
+            q_corner = q_high if corner // 2 else q_low
+            kv_corner = kv_high if corner % 2 else kv_low
+            allows = allowed(
+                b, h, h_kv, q_corner, kv_corner, q_len, kv_len, columns__ptr, columns__size_0,
+                columns__stride_0, columns__size_1, columns__stride_1, columns__size_2,
+                columns__stride_2, columns__size_3, columns__stride_3,
+            )
+            some |= allows & alive
+            every &= allows
         undecided = (may & ~must & ~(some & ~every)).to(tl.int32)
         last = -1
         for _ in range(tl.sum(undecided, 0)):
@@ -157,9 +180,14 @@ def classify(
             for first in range(0, TILE_M, 16):
                 q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
                 here = (kv_idx >= 0) & (q_idx <= q_high)
-                keep = (allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len, columns_ptr, columns_size_0, columns_stride_0, columns_size_1, columns_stride_1, columns_size_2, columns_stride_2, columns_size_3, columns_stride_3) & here).to(tl.int32)
-                any_pair = tl.maximum(any_pair, tl.max(tl.max(keep, 1), 0))
-                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(keep, 1), 0))
+                keep = allowed(
+                    b, h, h_kv, q_idx, kv_idx, q_len, kv_len, columns__ptr, columns__size_0,
+                    columns__stride_0, columns__size_1, columns__stride_1, columns__size_2,
+                    columns__stride_2, columns__size_3, columns__stride_3,
+                )
+                counted = (keep & here).to(tl.int32)
+                any_pair = tl.maximum(any_pair, tl.max(tl.max(counted, 1), 0))
+                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(counted, 1), 0))
             states = tl.where(tiles == last, any_pair + all_pairs, states)
     position = row.to(tl.int64) * kv_tiles + tiles
     tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)

@@ -1,8 +1,9 @@
 # flashgen 0.1.0
 # spec causal
 #   mask    kv_idx <= q_idx
-# tile rule: may attend   ~(max[q](q_idx) < min[kv](kv_idx))
-# tile rule: must attend  max[kv](kv_idx) <= min[q](q_idx)
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  max[kv](kv_idx) <= min[q](q_idx)
 
 import triton
 import triton.language as tl
@@ -11,16 +12,16 @@ FLOAT = tl.constexpr(tl.float32)
 
 
 @triton.jit
-def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len):
+def allowed(
+    b, h, h_kv, q_idx, kv_idx, q_len, kv_len,
+):
     """The mask: kv_idx <= q_idx"""
     return kv_idx <= q_idx
 
 
 @triton.jit(
-    do_not_specialize=[
-        "q_tiles", "kv_tiles", "heads", "group", "q_len", "q_offset_stride"
-    ],
-    do_not_specialize_on_alignment=[],
+    do_not_specialize=["q_tiles", "kv_tiles", "heads", "group", "q_len", "q_offset_stride"],
+    do_not_specialize_on_alignment=["kv_lens_ptr", "q_offset_ptr"],
 )
 def classify(
     states_ptr,
@@ -55,25 +56,22 @@ def classify(
     kv_low = tiles * TILE_N
     kv_high = tl.minimum(kv_low + TILE_N, kv_len) - 1
     alive = (kv_low < kv_len) & (tiles < kv_tiles)
-    column = tl.minimum(tiles, kv_tiles - 1)
     may = (~(q_high < kv_low)) & alive
     must = (kv_high <= q_low) & may
     states = may.to(tl.int32) + must.to(tl.int32)
 
     if ELEMENTS:
         # A tile with both an allowed and a forbidden corner is partial.
-        corner = allowed(b, h, h_kv, q_low, kv_low, q_len, kv_len) & alive
-        some = corner
-        every = corner
-        corner = allowed(b, h, h_kv, q_low, kv_high, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_low, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_high, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
+        some = alive & False
+        every = alive
+        for corner in tl.static_range(4):
+            q_corner = q_high if corner // 2 else q_low
+            kv_corner = kv_high if corner % 2 else kv_low
+            allows = allowed(
+                b, h, h_kv, q_corner, kv_corner, q_len, kv_len,
+            )
+            some |= allows & alive
+            every &= allows
         undecided = (may & ~must & ~(some & ~every)).to(tl.int32)
         last = -1
         for _ in range(tl.sum(undecided, 0)):
@@ -85,9 +83,12 @@ def classify(
             for first in range(0, TILE_M, 16):
                 q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
                 here = (kv_idx >= 0) & (q_idx <= q_high)
-                keep = (allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len) & here).to(tl.int32)
-                any_pair = tl.maximum(any_pair, tl.max(tl.max(keep, 1), 0))
-                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(keep, 1), 0))
+                keep = allowed(
+                    b, h, h_kv, q_idx, kv_idx, q_len, kv_len,
+                )
+                counted = (keep & here).to(tl.int32)
+                any_pair = tl.maximum(any_pair, tl.max(tl.max(counted, 1), 0))
+                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(counted, 1), 0))
             states = tl.where(tiles == last, any_pair + all_pairs, states)
     position = row.to(tl.int64) * kv_tiles + tiles
     tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)

@@ -1,8 +1,17 @@
 # flashgen 0.1.0
 # spec natten_2d
-#   mask    (minimum(maximum(q_idx // 8 - 2, 0), 7) <= kv_idx // 8) & (kv_idx // 8 < minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) & ((minimum(maximum(q_idx % 8 - 1, 0), 5) <= kv_idx % 8) & (kv_idx % 8 < minimum(maximum(q_idx % 8 - 1, 0), 5) + 3))
-# tile rule: may attend   ~(max[kv](kv_idx // 8) < min[q](minimum(maximum(q_idx // 8 - 2, 0), 7))) & ~(max[q](minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) <= min[kv](kv_idx // 8)) & (~(max[kv](kv_idx % 8) < min[q](minimum(maximum(q_idx % 8 - 1, 0), 5))) & ~(max[q](minimum(maximum(q_idx % 8 - 1, 0), 5) + 3) <= min[kv](kv_idx % 8)))
-# tile rule: must attend  (max[q](minimum(maximum(q_idx // 8 - 2, 0), 7)) <= min[kv](kv_idx // 8)) & (max[kv](kv_idx // 8) < min[q](minimum(maximum(q_idx // 8 - 2, 0), 7) + 5)) & ((max[q](minimum(maximum(q_idx % 8 - 1, 0), 5)) <= min[kv](kv_idx % 8)) & (max[kv](kv_idx % 8) < min[q](minimum(maximum(q_idx % 8 - 1, 0), 5) + 3)))
+#   mask    (minimum(maximum(q_idx // 8 - 2, 0), 7) <= kv_idx // 8) & (kv_idx // 8 <
+#       minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) & ((minimum(maximum(q_idx % 8 - 1, 0), 5) <=
+#       kv_idx % 8) & (kv_idx % 8 < minimum(maximum(q_idx % 8 - 1, 0), 5) + 3))
+# tile rule
+#   may attend   ~(max[kv](kv_idx // 8) < min[q](minimum(maximum(q_idx // 8 - 2, 0), 7))) &
+#       ~(max[q](minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) <= min[kv](kv_idx // 8)) &
+#       (~(max[kv](kv_idx % 8) < min[q](minimum(maximum(q_idx % 8 - 1, 0), 5))) &
+#       ~(max[q](minimum(maximum(q_idx % 8 - 1, 0), 5) + 3) <= min[kv](kv_idx % 8)))
+#   must attend  (max[q](minimum(maximum(q_idx // 8 - 2, 0), 7)) <= min[kv](kv_idx // 8)) &
+#       (max[kv](kv_idx // 8) < min[q](minimum(maximum(q_idx // 8 - 2, 0), 7) + 5)) &
+#       ((max[q](minimum(maximum(q_idx % 8 - 1, 0), 5)) <= min[kv](kv_idx % 8)) & (max[kv](kv_idx %
+#       8) < min[q](minimum(maximum(q_idx % 8 - 1, 0), 5) + 3)))
 
 import triton
 import triton.language as tl
@@ -11,9 +20,7 @@ FLOAT = tl.constexpr(tl.float32)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "tiles", "heads", "group", "q_len", "kv_len", "q_offset"
-    ],
+    do_not_specialize=["tiles", "heads", "group", "q_len", "kv_len", "q_offset"],
     do_not_specialize_on_alignment=[],
 )
 def summarize_q(
@@ -36,9 +43,6 @@ def summarize_q(
 ):
     """Least and greatest values over each tile of queries."""
     tile = tl.program_id(0) % tiles
-    h = (tl.program_id(0) // tiles) % heads
-    b = tl.program_id(0) // tiles // heads
-    h_kv = h // group
 
     position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
     q_idx = tl.minimum(position, q_len - 1) + q_offset
@@ -57,9 +61,7 @@ def summarize_q(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "tiles", "heads", "group", "q_len", "kv_len", "q_offset"
-    ],
+    do_not_specialize=["tiles", "heads", "group", "q_len", "kv_len", "q_offset"],
     do_not_specialize_on_alignment=[],
 )
 def summarize_kv(
@@ -78,9 +80,6 @@ def summarize_kv(
 ):
     """Least and greatest values over each tile of keys."""
     tile = tl.program_id(0) % tiles
-    h = (tl.program_id(0) // tiles) % heads
-    b = tl.program_id(0) // tiles // heads
-    h_kv = h // group
 
     position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
     kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
@@ -93,19 +92,25 @@ def summarize_kv(
 
 
 @triton.jit
-def allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len):
-    """The mask: (minimum(maximum(q_idx // 8 - 2, 0), 7) <= kv_idx // 8) & (kv_idx // 8 < minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) & ((minimum(maximum(q_idx % 8 - 1, 0), 5) <= kv_idx % 8) & (kv_idx % 8 < minimum(maximum(q_idx % 8 - 1, 0), 5) + 3))"""
+def allowed(
+    b, h, h_kv, q_idx, kv_idx, q_len, kv_len,
+):
+    """The mask: (minimum(maximum(q_idx // 8 - 2, 0), 7) <= kv_idx // 8) & (kv_idx // 8 <
+    minimum(maximum(q_idx // 8 - 2, 0), 7) + 5) & ((minimum(maximum(q_idx % 8 - 1, 0), 5) <= kv_idx
+    % 8) & (kv_idx % 8 < minimum(maximum(q_idx % 8 - 1, 0), 5) + 3))"""
     q_minimum = tl.minimum(tl.maximum((q_idx >> 3) - 2, 0), 7)
     kv_floordiv = kv_idx >> 3
     q_minimum_2 = tl.minimum(tl.maximum((q_idx & 7) - 1, 0), 5)
     kv_mod = kv_idx & 7
-    return (q_minimum <= kv_floordiv) & (kv_floordiv < q_minimum + 5) & ((q_minimum_2 <= kv_mod) & (kv_mod < q_minimum_2 + 3))
+    return (
+        (q_minimum <= kv_floordiv)
+        & (kv_floordiv < q_minimum + 5)
+        & ((q_minimum_2 <= kv_mod) & (kv_mod < q_minimum_2 + 3))
+    )
 
 
 @triton.jit(
-    do_not_specialize=[
-        "q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset"
-    ],
+    do_not_specialize=["q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset"],
     do_not_specialize_on_alignment=[],
 )
 def classify(
@@ -163,24 +168,36 @@ def classify(
     q_summary_2_max = tl.load(q_summary_2_max_ptr + row)
     q_summary_3_min = tl.load(q_summary_3_min_ptr + row)
     q_summary_3_max = tl.load(q_summary_3_max_ptr + row)
-    may = (~(kv_summary_0_max < q_summary_0_min) & ~(q_summary_1_max <= kv_summary_0_min) & (~(kv_summary_1_max < q_summary_2_min) & ~(q_summary_3_max <= kv_summary_1_min))) & alive
-    must = ((q_summary_0_max <= kv_summary_0_min) & (kv_summary_0_max < q_summary_1_min) & ((q_summary_2_max <= kv_summary_1_min) & (kv_summary_1_max < q_summary_3_min))) & may
+    may = (
+        (
+            ~(kv_summary_0_max < q_summary_0_min)
+            & ~(q_summary_1_max <= kv_summary_0_min)
+            & (~(kv_summary_1_max < q_summary_2_min) & ~(q_summary_3_max <= kv_summary_1_min))
+        )
+        & alive
+    )
+    must = (
+        (
+            (q_summary_0_max <= kv_summary_0_min)
+            & (kv_summary_0_max < q_summary_1_min)
+            & ((q_summary_2_max <= kv_summary_1_min) & (kv_summary_1_max < q_summary_3_min))
+        )
+        & may
+    )
     states = may.to(tl.int32) + must.to(tl.int32)
 
     if ELEMENTS:
         # A tile with both an allowed and a forbidden corner is partial.
-        corner = allowed(b, h, h_kv, q_low, kv_low, q_len, kv_len) & alive
-        some = corner
-        every = corner
-        corner = allowed(b, h, h_kv, q_low, kv_high, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_low, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
-        corner = allowed(b, h, h_kv, q_high, kv_high, q_len, kv_len) & alive
-        some |= corner
-        every &= corner
+        some = alive & False
+        every = alive
+        for corner in tl.static_range(4):
+            q_corner = q_high if corner // 2 else q_low
+            kv_corner = kv_high if corner % 2 else kv_low
+            allows = allowed(
+                b, h, h_kv, q_corner, kv_corner, q_len, kv_len,
+            )
+            some |= allows & alive
+            every &= allows
         undecided = (may & ~must & ~(some & ~every)).to(tl.int32)
         last = -1
         for _ in range(tl.sum(undecided, 0)):
@@ -192,9 +209,12 @@ def classify(
             for first in range(0, TILE_M, 16):
                 q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
                 here = (kv_idx >= 0) & (q_idx <= q_high)
-                keep = (allowed(b, h, h_kv, q_idx, kv_idx, q_len, kv_len) & here).to(tl.int32)
-                any_pair = tl.maximum(any_pair, tl.max(tl.max(keep, 1), 0))
-                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(keep, 1), 0))
+                keep = allowed(
+                    b, h, h_kv, q_idx, kv_idx, q_len, kv_len,
+                )
+                counted = (keep & here).to(tl.int32)
+                any_pair = tl.maximum(any_pair, tl.max(tl.max(counted, 1), 0))
+                all_pairs = tl.minimum(all_pairs, tl.min(tl.min(counted, 1), 0))
             states = tl.where(tiles == last, any_pair + all_pairs, states)
     position = row.to(tl.int64) * kv_tiles + tiles
     tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)
