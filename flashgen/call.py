@@ -151,7 +151,8 @@ def _kv_lens(
     # Reading lengths on a GPU would wait for it.
     if device.type == "cpu" and batch and not 0 <= int(lens.min()) <= int(lens.max()) <= capacity:
         raise FlashgenError(f"kv_lens holds {lens.tolist()}", call=text, write=write)
-    return lens.to(torch.int32).contiguous()
+    # On a GPU a length beyond the cache can't be refused without waiting; it must not be read.
+    return lens.to(torch.int32).clamp(0, capacity).contiguous()
 
 
 def _scale(text: CallText, scale: Any, head_dim: int) -> float:

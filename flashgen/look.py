@@ -30,6 +30,14 @@ def source(call: Call) -> str:
     return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _generated(call))
 
 
+def _loop_of(generated: emit.Generated) -> str:
+    """The heart of a kernel: its loop over tiles, and how much more there is."""
+    lines = generated.text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith("    # Tiles")), 0)
+    shown = lines[start : start + LINES_SHOWN]
+    return "\n".join([*shown, f"... {len(lines) - len(shown)} more lines"])
+
+
 def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
     """Every stage of a call, from the spec to the kernel."""
     spec = call.bound.spec
@@ -44,7 +52,5 @@ def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
         ("backend", f"{choice}\n{tiling}"),
     ]
     for generated in _generated(call):
-        lines = generated.text.splitlines()
-        shown = "\n".join([*lines[:LINES_SHOWN], f"... {len(lines) - LINES_SHOWN} more lines"])
-        sections.append((f"kernel {_path(generated)}", shown))
+        sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
     return explain_text(sections)
