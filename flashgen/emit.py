@@ -223,7 +223,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
             score_lines=score.statements[1],
             keep=keep,
             has_mask=spec.mask is not None,
-            score=score.results[0] if score.results else None,
+            score=_full_score(spec, score),
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
@@ -234,6 +234,14 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
     return Generated(f"{name}_fwd", tidy(text), tuple(bare(a) for a in arguments))
+
+
+def _full_score(spec: Spec, score: Lowered) -> str | None:
+    """The changed score; one that ignores the old score still has its shape."""
+    if spec.score is None:
+        return None
+    text = score.results[0]
+    return text if _has_score(spec.score) else f"tl.zeros_like(s) + ({text})"
 
 
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from . import cache, emit, launch
+from dataclasses import replace
+
+from . import cache, emit, launch, launch_backward, plan
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
+from .emit_backward import Wanted
 from .kernel_names import spell
 from .model import Cost
 from .schedule import Schedule
 from .show import explain_text
+from .spec import Spec
 from .tiling import choose_for
 
 LINES_SHOWN = 24
 
 
-def _generated(call: Call) -> list[emit.Generated]:
+def _forward(call: Call) -> emit.Generated:
+    spec, variant = _kernel_of(call)
+    return launch.generate(spec, variant)
+
+
+def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
     bound = spell(call.bound)
-    variant = launch.variant_of(bound, call.geometry, call.q.shape[-1], call.v.shape[-1])
-    return [launch.generate(bound.spec, variant)]
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    return bound.spec, launch.variant_of(bound, call.geometry, *dims)
+
+
+def _all(call: Call) -> list[emit.Generated]:
+    """Forward, backward, and planning."""
+    spec, variant = _kernel_of(call)
+    backward = launch_backward.generate(spec, variant, Wanted())
+    made = [launch.generate(spec, variant), emit.Generated(backward.name, backward.text, ())]
+    if spec.mask is not None:
+        planning = replace(variant, head_dim=0, v_head_dim=0)
+        made.append(plan.generate(spec, planning).generated)
+    return [*made, plan.compaction()]
 
 
 def _path(generated: emit.Generated) -> str:
@@ -27,7 +47,7 @@ def _path(generated: emit.Generated) -> str:
 
 def source(call: Call) -> str:
     """The text of every kernel of a call, each below the path of its file."""
-    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _generated(call))
+    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _all(call))
 
 
 def _loop_of(generated: emit.Generated) -> str:
@@ -51,6 +71,6 @@ def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
         ("cost", str(Cost.of(call, schedule))),
         ("backend", f"{choice}\n{tiling}"),
     ]
-    for generated in _generated(call):
-        sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
+    generated = _forward(call)
+    sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
     return explain_text(sections)
