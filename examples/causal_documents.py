@@ -85,9 +85,9 @@ def show_schedules() -> None:
 
 
 def kernel_of(tensors: Sequence[torch.Tensor], doc: torch.Tensor) -> tuple[str, str]:
-    """The path of the generated kernel, and its text."""
-    path, _, text = attend.source(*tensors, doc=doc).partition("\n")
-    return path.removeprefix("# "), text
+    """The path of the forward kernel's file, and its text: the first that `source` shows."""
+    path, _, rest = attend.source(*tensors, doc=doc).partition("\n")
+    return path.removeprefix("# "), rest.partition("\n\n\n# /")[0]
 
 
 def show_kernel(path: str, text: str) -> None:

@@ -18,7 +18,6 @@ from ..config import config
 from ..errors import FlashgenError
 from ..reference import attention_reference
 
-_PACKAGES = ("torch", "triton", "jinja2", "sympy", "numpy")
 _TOLERANCE = 1e-5
 Row = tuple[str, str]
 
