@@ -18,6 +18,7 @@ from ..config import config
 from ..errors import FlashgenError
 from ..reference import attention_reference
 
+_PACKAGES = ("torch", "triton", "jinja2", "numpy")
 _TOLERANCE = 1e-5
 Row = tuple[str, str]
 
