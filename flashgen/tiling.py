@@ -57,8 +57,8 @@ _HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
         (256, (Tiling(128, 32, 8, 2),)),
     ),
     "ampere": (
-        (64, (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 2))),
-        (128, (Tiling(128, 64, 8, 2), Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2))),
+        (64, (Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 2))),
+        (128, (Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2))),
         (256, (Tiling(64, 32, 4, 2), Tiling(64, 16, 4, 2), Tiling(32, 16, 4, 2))),
     ),
     "hip": (

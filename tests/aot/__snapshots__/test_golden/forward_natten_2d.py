@@ -87,7 +87,7 @@ def select_rows(
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
                 v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
-                if tl.max(tl.max((v0 - v0 != 0.0).to(tl.int32), 1), 0) > 0:
+                if tl.sum((~(tl.abs(v0) < float("inf"))).to(tl.int32)) > 0:
                     for j in range(BLOCK_N):
                         chosen = columns == j
                         weight = tl.sum(tl.where(chosen[None, :], p, 0.0), 1)[:, None]
@@ -331,7 +331,7 @@ def attention_forward(
     tl.store(lse_ptr + row, (m + tl.log2(divisor)) * LN2, mask=row < q_len)
     spoilt = 0
     acc0 /= divisor[:, None]
-    spoilt += tl.sum((acc0 - acc0 != 0.0).to(tl.int32))
+    spoilt += tl.sum((~(tl.abs(acc0) < float("inf"))).to(tl.int32))
     tl.store(
         out_ptr + rows * stride_os + dims_64,
         acc0.to(out_ptr.dtype.element_ty),
