@@ -24,4 +24,5 @@ class at_least:
             value = given[name]
             # What isn't an integer is refused later, with the parameter's type.
             if isinstance(value, int) and value < bound:
-                raise ValueError(f"{name} must be at least {bound}, and is {value}")
+                problem = f"{name} must be at least {bound}, and is {value}"
+                raise ValueError(f"{problem}; write {name}={bound} or more")

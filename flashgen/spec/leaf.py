@@ -125,7 +125,10 @@ class Leaf:
                 raise
             problem, _, advice = str(error).partition("; write ")
             raise FlashgenError(
-                problem, call=call, line=self.function.line, write=advice or None
+                problem,
+                call=call,
+                line=self.function.line,
+                write=advice or f"other values of {', '.join(wanted)}: the mask's docs say which",
             ) from None
 
 
