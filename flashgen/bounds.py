@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .expr import Expr, const, leaves, make, walk
+from .expr import Expr, const, extent, leaves, make, walk
 
 Side = Literal["", "q", "kv", "both"]
 Interval = tuple["Expr | None", "Expr | None"]
@@ -35,7 +35,16 @@ class TileRule:
         return tuple(n for n in nodes if n.args[0].op != "index")
 
     def __str__(self) -> str:
-        return f"may attend   {self.may}\nmust attend  {self.must}"
+        return f"may attend   {_brief(self.may)}\nmust attend  {_brief(self.must)}"
+
+
+# Ranges are shared by what uses them: as text, each nested `where` would double.
+_LONGEST = 1000
+
+
+def _brief(expr: Expr) -> str:
+    size, _ = extent(expr)
+    return str(expr) if size <= _LONGEST else f"a rule of {size} operations"
 
 
 def side(expr: Expr) -> Side:

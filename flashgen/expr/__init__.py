@@ -12,7 +12,7 @@ from .build import (
     score,
 )
 from .evaluate import Env, evaluate
-from .node import INDEX_NAMES, Expr, Kind, leaves, substitute, walk
+from .node import INDEX_NAMES, Expr, Kind, extent, leaves, substitute, walk
 from .text import format_expr
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "cast",
     "const",
     "evaluate",
+    "extent",
     "format_expr",
     "index",
     "leaves",

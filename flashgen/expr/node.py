@@ -72,6 +72,15 @@ def walk(expr: Expr, known: Container[Expr] = ()) -> Iterator[Expr]:
             stack.extend((arg, False) for arg in reversed(node.args))
 
 
+def extent(expr: Expr) -> tuple[int, int]:
+    """How long the expression is when it is written out, in operations, and how deep it nests."""
+    sizes: dict[Expr, tuple[int, int]] = {}
+    for node in walk(expr):
+        below = [sizes[arg] for arg in node.args]
+        sizes[node] = (1 + sum(n for n, _ in below), 1 + max((d for _, d in below), default=0))
+    return sizes[expr]
+
+
 def leaves(expr: Expr | None, op: str) -> frozenset[str]:
     """The names (`attr`) of all nodes of one operation: indices, scalars or loaded tensors."""
     if expr is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import FlashgenError
-from ..expr import Expr, leaves, make, substitute, walk
+from ..expr import Expr, extent, leaves, make, substitute, walk
 from ..trace import TensorType
 from .heads import MLA
 from .leaf import Argument, Leaf, unknown_name
@@ -77,7 +77,7 @@ class Program:
             leaf.run_check({own: values[name] for own, name in mine.items()}, call)
         types = {n: _type(arguments[n], v, spread) for n, v in values.items()}
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
-        spec, captured = self._traced(names, types, dtypes)
+        spec, captured = self._traced(names, types, dtypes, call)
         values.update(captured)
         return Bound(
             spec,
@@ -104,6 +104,7 @@ class Program:
         names: list[dict[str, str]],
         types: Mapping[str, Any],
         dtypes: Mapping[str, torch.dtype],
+        call: object,
     ) -> tuple[Spec, dict[str, torch.Tensor]]:
         exprs: list[Expr] = []
         captured: dict[str, torch.Tensor] = {}
@@ -116,7 +117,9 @@ class Program:
         ranks.update({n: t.ndim for n, t in captured.items()})
         key = (tuple(exprs), tuple(sorted((n, str(d)) for n, d in dtypes.items())))
         if key not in self._specs:
-            self._specs[key] = self._spec(exprs, dtypes, ranks)
+            spec = self._spec(exprs, dtypes, ranks)
+            _check_extent(spec, call)
+            self._specs[key] = spec
         return self._specs[key], captured
 
     def _spec(
@@ -144,6 +147,22 @@ class Program:
             tensors,
             scalars,
         )
+
+
+# Stages walk an expression by recursion, and text holds what is shared as often as it is used.
+_LONGEST, _DEEPEST = 20_000, 200
+
+
+def _check_extent(spec: Spec, call: object) -> None:
+    for what, expr in (("mask", spec.mask), ("score function", spec.score)):
+        size, depth = extent(expr) if expr is not None else (0, 0)
+        if size > _LONGEST or depth > _DEEPEST:
+            raise FlashgenError(
+                f"the {what} has {size} operations, nested {depth} deep; at most {_LONGEST} and "
+                f"{_DEEPEST} make a kernel",
+                call=call,
+                write="a tensor that holds the cases of a Python loop: table[kv_idx // size]",
+            )
 
 
 def _nodes(op: str, *exprs: Expr | None) -> list[Expr]:
