@@ -35,13 +35,14 @@ TARGETS: dict[str, tuple[str, int | str]] = {
 class Compiled:
     """What a kernel costs on a target.
 
-    `registers` of a thread; `spills`: bytes stored and loaded (AMD: registers spilled); `shared`:
-    bytes of shared memory; `warnings`: what the assembler says of performance; `assembly`: PTX or
-    AMD's assembly."""
+    `registers` of a thread; `spills`: bytes stored and loaded (AMD: registers spilled);
+    `called_spills`: the same in functions that are called, which run rarely; `shared`: bytes of
+    shared memory; `warnings`: what the assembler says of performance; `assembly`: PTX or AMD's."""
 
     target: str
     registers: int
     spills: int
+    called_spills: int
     shared: int
     warnings: tuple[str, ...]
     assembly: str
@@ -219,15 +220,21 @@ def compile_kernel(
 
 
 def _read_nvidia(target: str, made: Any, log: str) -> Compiled:
-    """From what Triton's own run of ptxas printed; functions that aren't inlined count too."""
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    warnings = re.findall(r"\(C7\d+\)[^\n]*", log)
+    """From what Triton's own run of ptxas printed."""
+    found = re.findall(
+        r"Function properties for (\S+)\s+\d+ bytes stack frame, "
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads",
+        log,
+    )
+    spills = {name: int(stores) + int(loads) for name, stores, loads in found}
+    own = spills.pop(made.metadata.name)
     return Compiled(
         target,
         max(int(n) for n in re.findall(r"Used (\d+) registers", log)),
-        sum(int(stores) + int(loads) for stores, loads in spills),
+        own,
+        sum(spills.values()),
         made.metadata.shared,
-        tuple(dict.fromkeys(warnings)),
+        tuple(dict.fromkeys(re.findall(r"\(C7\d+\)[^\n]*", log))),
         made.asm["ptx"],
     )
 
@@ -238,4 +245,4 @@ def _read_amd(target: str, made: Any, log: str) -> Compiled:
         max(int(n) for n in re.findall(rf"\.{what}:\s+(\d+)", text))
         for what in ("vgpr_count", "vgpr_spill_count")
     )
-    return Compiled(target, registers, spills, made.metadata.shared, (), text)
+    return Compiled(target, registers, spills, 0, made.metadata.shared, (), text)

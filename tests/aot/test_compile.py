@@ -120,7 +120,7 @@ def test_compaction_for_every_target(target):
 
 
 def test_a_cost_prints_well():
-    found = Compiled("sm_90", 200, 0, 1024, ("(C7511) serialized",), "")
+    found = Compiled("sm_90", 200, 0, 8, 1024, ("(C7511) serialized",), "")
     assert str(found).splitlines() == [
         "sm_90: 200 registers, 0 spilled, 1024 bytes shared",
         "(C7511) serialized",
