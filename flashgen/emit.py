@@ -130,6 +130,12 @@ def data_arguments(spec: Spec, variant: Variant) -> list[str]:
     return arguments
 
 
+def taken_names(spec: Spec, variant: Variant) -> frozenset[str]:
+    """Names that no statement may assign: the template's, and the data's own."""
+    data = (bare(argument) for argument in data_arguments(spec, variant))
+    return identifiers() | frozenset(INDEX_NAMES) | frozenset(data)
+
+
 def bare(argument: str) -> str:
     return argument.partition(":")[0]
 
@@ -185,7 +191,7 @@ def lower_for(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[
         names=names,
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
-        taken=taken | identifiers() | frozenset(names.values()),
+        taken=taken | taken_names(spec, variant),
     )
 
 

@@ -13,8 +13,8 @@ from .emit import (
     data_arguments,
     environment,
     header,
-    identifiers,
     parts_of,
+    taken_names,
     unaligned_pointers,
 )
 from .expr import Expr, const, leaves, make
@@ -199,7 +199,7 @@ def _lower(
         names=names,
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
-        taken=frozenset(taken) | identifiers() | frozenset(names.values()),
+        taken=frozenset(taken) | taken_names(spec, variant) | frozenset(names.values()),
     )
 
 

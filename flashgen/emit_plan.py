@@ -15,7 +15,7 @@ from .emit import (
     data_arguments,
     environment,
     header,
-    identifiers,
+    taken_names,
     tidy,
     unaligned_pointers,
 )
@@ -162,7 +162,7 @@ def _lower(exprs: list[Expr], spec: Spec, variant: Variant, tiles: dict[Expr, st
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
         tiles=tiles,
-        taken=identifiers() | frozenset(INDEX_NAMES),
+        taken=taken_names(spec, variant),
     )
 
 

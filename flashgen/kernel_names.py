@@ -56,11 +56,12 @@ def _changes(spec: Spec) -> Mapping[str, str]:
     names: list[tuple[str, tuple[str, ...]]] = [(s.name, (s.name,)) for s in spec.scalars]
     names += [(t.name, _words_of(t.name)) for t in spec.tensors]
     taken = {name for name, _ in names}
+    pointers = {f"{t.name}_ptr" for t in spec.tensors}
     for name, words in names:
-        if _is_free(words, used):
+        if _is_free(words, used) and name not in pointers:
             continue
         new = f"{name}_"
-        while new in taken or not _is_free(_words_of(new), used):
+        while new in taken | pointers or not _is_free(_words_of(new), used):
             new += "_"
         taken.add(new)
         changes[name] = new
