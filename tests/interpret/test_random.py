@@ -102,7 +102,7 @@ def test_in_half_precision(
 
 
 @pytest.mark.slow
-@bounded(1500, shrink=False)
+@bounded(400, shrink=False)
 @given(
     scored_problems(shapes(groups=(1, 2, 3, 5, 7)), depth=6),
     tiles,
