@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,14 +114,35 @@ def test_positions_below_zero() -> None:
     def phased(q_idx, kv_idx):
         return (q_idx % 24 <= kv_idx % 24) & (q_idx // 5 <= kv_idx // 7)
 
+    @fg.mask
+    def slanted(q_idx, kv_idx):
+        return ((q_idx - kv_idx) % 100 < 50) | ((q_idx + kv_idx) // 31 % 3 == 1)
+
     q, k = torch.zeros(1, 1, 96, 1), torch.zeros(1, 1, 48, 1)
-    for offset in (-50, -7, 0, 3):
+    for mask, offset in itertools.product((phased, slanted), (-50, -7, 0, 3)):
         options = {"q_offset": offset, "block_size": 16}
-        found = fg.Attention(phased).schedule(q, k, planner="bounds", **options).states[0, 0]
-        dense = phased.dense(96, 48, q_offset=offset)[0, 0]
+        found = fg.Attention(mask).schedule(q, k, planner="bounds", **options).states[0, 0]
+        assert mask is phased or (found == 2).any()
+        dense = mask.dense(96, 48, q_offset=offset)[0, 0]
         tiles = dense.unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
         right = tiles.any(3).any(1).to(torch.int8) + tiles.all(3).all(1)
         assert torch.equal(found[found != 1], right[found != 1])
+
+
+def test_what_lies_beyond_the_lengths_decides_nothing() -> None:
+    """Data go on after the last query and the last valid key."""
+
+    @fg.mask
+    def marked(b, q_idx, kv_idx, rows: fg.Tensor, keys: fg.Tensor):
+        return rows[q_idx] & keys[b, kv_idx]
+
+    rows, keys = torch.arange(64) < 20, torch.arange(64) < torch.tensor([[30], [64]])
+    q, k = torch.zeros(2, 1, 20, 1), torch.zeros(2, 1, 64, 1)
+    options = {"kv_lens": torch.tensor([30, 50]), "q_offset": 0, "block_size": 16}
+    schedule = fg.Attention(marked).schedule(
+        q, k, planner="bounds", rows=rows, keys=keys, **options
+    )
+    assert schedule.to_dense()[:, 0, 1].tolist() == [[2, 2, 0, 0], [2, 2, 2, 2]]
 
 
 TIMES = torch.arange(64.0) / 4

@@ -202,7 +202,8 @@ def test_text(expr: Expr, text: str) -> None:
 def test_text_says_what_is_computed() -> None:
     """Python reads the text as the same tree: binding strengths are right."""
     parts = [Q, K, make("add", Q, K), make("sub", Q, K), make("mul", K, const(3))]
-    scope = {n: HERE.index[n] for n in HERE.index}
+    parts += [make("lt", Q, K), make("or", make("lt", Q, K), make("le", K, Q))]
+    scope = {**HERE.index, "int": lambda x: x.long()}
     for op in ("add", "sub", "mul", "and", "or", "xor", "lt", "eq"):
         for left in parts:
             for right in parts:
