@@ -12,7 +12,7 @@ from .expr import Expr, substitute
 from .spec import Bound, Spec
 
 # Kernels number what comes in parts: q0, acc1, dims_64, q_summary_0.
-_NUMBERED = re.compile(r".*\d")
+_NUMBERED = re.compile(r".*\d|(q|kv)_summary_\d+_(min|max)")
 
 
 def spell(bound: Bound) -> Bound:

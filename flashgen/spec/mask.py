@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 RESERVED = frozenset(
     "q k v kv query key value scale q_offset return_lse schedule deterministic backend sinks "
     "cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv page_table kv_lens page_layout "
-    "batch_invariant q_len kv_len batch heads block_size planner dropout dropout_p seed".split()
+    "batch_invariant q_len kv_len batch heads block_size planner dropout dropout_p seed "
+    "self".split()
 )
 SYMBOLS = frozenset({"score", *INDEX_NAMES})
 
