@@ -67,7 +67,7 @@ def check_forward(
         out, lse = attend(q, k, v, return_lse=True, backend="interpret", **arguments)
     except InterpreterError as error:
         # Triton 3.7 interprets a scalar comparison of floats, spread over a block, as floats.
-        hypothesis.assume("bitwise_and" not in str(error))
+        hypothesis.assume("bitwise_" not in str(error))
         raise
     right, right_lse = dense.attention(
         q, k, v, problem.allowed, score=lambda s: score.value(s, problem), softcap=softcap,
