@@ -1,8 +1,11 @@
 """Functions on symbols: what they may ask for and say, FlexAttention's included."""
 
 from __future__ import annotations
+import __future__
 
 import functools
+import math
+import operator
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 import flashgen as fg
 from flashgen.expr import Env, evaluate
+from flashgen.functions import __dict__ as vocabulary
 from flashgen.spec import Program, as_mask
+from flashgen.spec.leaf import Leaf
 
 ROWS, COLUMNS = torch.arange(-3, 12)[:, None], torch.arange(12)[None]
 
@@ -142,3 +147,191 @@ def test_masks_inside_masks():
 
     away = ROWS - COLUMNS
     assert torch.equal(traced(causal_or_near), (away >= 0) & (away < 3) | (COLUMNS == 0))
+
+
+SCORES = torch.linspace(-2, 2, 15)[:, None].expand(15, 12)
+UNARY = "abs exp exp2 log log2 sqrt rsqrt sin cos tanh sigmoid floor ceil erf isnan".split()
+MORE = "neg square reciprocal sign relu logical_not positive".split()
+BINARY = "minimum maximum add sub mul div remainder floor_divide lt le gt ge eq ne".split()
+BINARY += (
+    "subtract multiply true_divide less greater_equal not_equal logical_and logical_or".split()
+)
+BITS = "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift".split()
+
+
+def scored(function):
+    """A score function's values, [15, 12] float32."""
+    bound = Program(score=Leaf.of(function, "score")).bind({}, "test")
+    index = {"q_idx": ROWS, "kv_idx": COLUMNS}
+    assert bound.spec.score is not None
+    env = Env(index, dict(bound.scalars), dict(bound.tensors), score=SCORES)
+    return evaluate(bound.spec.score, env).expand(15, 12)
+
+
+def same(function):
+    """Symbols and tensors of the same numbers give the same."""
+    right = function(SCORES, ROWS, COLUMNS)
+    mine = scored(lambda score, q_idx, kv_idx: function(score, q_idx, kv_idx))
+    right = torch.as_tensor(right).float().expand(15, 12)
+    torch.testing.assert_close(mine, right, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", UNARY + MORE)
+def test_words_of_one_operand(name):
+    if hasattr(torch, name) and name != "positive":
+        same(lambda s, i, j: getattr(torch, name)(s))
+        same(lambda s, i, j: getattr(torch, name)(i) * 1.0)
+        same(lambda s, i, j: getattr(s, name)())
+    if name == "positive":
+        same(lambda s, i, j: +s - (+i))
+    if name in UNARY:
+        same(lambda s, i, j: vocabulary[name](s) + vocabulary[name](j))
+
+
+@pytest.mark.parametrize("name", BINARY + BITS)
+def test_words_of_two_operands(name):
+    word = getattr(torch, name)
+    same(lambda s, i, j: word(i.clamp(0), j.clamp(1, 9)) * 1.0)
+    same(lambda s, i, j: getattr(i, name)(j.clamp(1, 9)) * 1.0)
+    if name not in BITS:
+        same(lambda s, i, j: word(s, j + 1) * 1.0)
+        same(lambda s, i, j: word(j * 1.0, s + 3) * 1.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*"add sub mul truediv floordiv mod pow lt le gt ge eq ne".split(), "and_", "or_", "xor"],
+)
+def test_operators_with_numbers_on_either_side(name):
+    word = getattr(operator, name)
+    same(lambda s, i, j: word(i, 3) * 1.0)
+    same(lambda s, i, j: word(3, j + 1) * 1.0)
+    if name not in ("and_", "or_", "xor"):
+        same(lambda s, i, j: word(s, 0.75) * 1.0 if name != "pow" else (s + 3) ** 0.75)
+        same(lambda s, i, j: word(2.5, s + 3) * 1.0)
+
+
+OTHERS = {
+    "where": lambda s, i, j: torch.where(i > j, s, 0.0) + torch.where(i == j, 1, j),
+    "where of numbers": lambda s, i, j: torch.where(i > j, 1.0, -math.inf),
+    "clamp": lambda s, i, j: s.clamp(-1, 1) + i.clamp(min=2) - j.clamp(max=5) + s.clip(max=0.5),
+    "clamp_min": lambda s, i, j: s.clamp_min(0) + torch.clamp_max(s, 0.25),
+    "rounding": lambda s, i, j: (
+        torch.div(i, 4, rounding_mode="trunc") + torch.div(i, 4, rounding_mode="floor") * 10
+    ),
+    "alpha": lambda s, i, j: torch.add(s, j, alpha=3) - torch.sub(i, j, alpha=2),
+    "rsub": lambda s, i, j: torch.rsub(s, 3.0),
+    "casts": lambda s, i, j: s.to(torch.int32) + i.float() / 2 + j.to(float) + s.int() + s.long(),
+    "truth": lambda s, i, j: (i % 3).bool().int() + i.to(torch.bool).float() + (i > 1).to(s.dtype),
+    "zeros": lambda s, i, j: i.new_zeros(()) + torch.ones_like(s) + torch.zeros_like(i),
+    "filled": lambda s, i, j: s * s.new_full((), 2.5) + j.new_ones((), dtype=torch.int32),
+    "shape": lambda s, i, j: s * (2 if i.ndim in (0, 2) else 3),
+    "new tensor": lambda s, i, j: s + s.new_tensor(2.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_words(name):
+    same(OTHERS[name])
+
+
+def test_captured_tensors_combine_with_symbols_on_either_side():
+    factor, place = torch.tensor(2.5), torch.tensor(3)
+    table = torch.randn(4, 5)
+    same(
+        lambda s, i, j: factor * s + s / factor - (factor - s) + (place - i) % 4 + place // (j + 1)
+    )
+    same(lambda s, i, j: (factor > s) & (place <= i) | (place == j))
+    same(lambda s, i, j: table[2, 3] * s + table[-1, -2])
+    same(lambda s, i, j: table[i.clamp(0, 3), j.clamp(0, 4)] + table[i.clamp(0, 3), 2])
+
+
+def test_negative_numbers_count_from_the_end_and_symbols_clamp():
+    table = torch.arange(5.0)
+
+    def last(b, h, q, k):
+        return table[(q - q) - 1] + table[k * 0 - 1] == 0
+
+    def ended(b, h, q, k, table=table):
+        return (table[-1] == 4) & (q >= k)
+
+    assert traced(last).all()
+    assert torch.equal(traced(ended), ROWS >= COLUMNS)
+
+
+def test_lengths_of_data():
+    @fg.mask
+    def inside(q_idx, kv_idx, table: fg.Tensor):
+        return (
+            (kv_idx < table.shape[1] - 1)
+            & (table.size(0) > 1)
+            & (table[-1, kv_idx - 0 * q_idx] > 0)
+        )
+
+    table = torch.ones(2, 7)
+    assert torch.equal(traced(inside, table=table), (COLUMNS < 6).expand(15, 12))
+    assert not traced(inside, table=table[:1]).any()
+
+
+REFUSED = {
+    "slice": (lambda t, q, k: t[q, :] > 0, ["indexed by a slice", "one integer expression"]),
+    "None": (lambda t, q, k: t[None, q] > 0, ["indexed by a slice, None"]),
+    "float": (lambda t, q, k: t[q, k / 2] > 0, ["which is a float", ".to(int)"]),
+    "too many": (lambda t, q, k: t[q, k, 0] > 0, ["has 2 dimensions", "indexed by 3"]),
+    "too few": (lambda t, q, k: t[q] > 0, ["1 of them indexed", "one index for each"]),
+    "bare": (lambda t, q, k: t > 0, ["0 of them indexed"]),
+    "length": (lambda t, q, k: q < len(t), ["len(", ".shape[0]"]),
+    "sum": (lambda t, q, k: torch.sum(t[q, k]) > 0, ["`sum`", "element-wise"]),
+    "any": (lambda t, q, k: (t[q, k] > 0).all(), [".all", "element-wise"]),
+    "iteration": (lambda t, q, k: sum(x > q for x in k), ["can't be iterated"]),
+    "in range": (lambda t, q, k: q in range(5), ["true"]),
+    "not": (lambda t, q, k: not q > k, ["~ for not"]),
+    "max": (lambda t, q, k: max(q, k) > 3, ["fg.minimum for min"]),
+    "math": (lambda t, q, k: math.exp(q) > k, ["fg.exp"]),
+    "float()": (lambda t, q, k: float(q) > k, ["plain number"]),
+    "range()": (lambda t, q, k: len(range(k)) > q, ["plain integer"]),
+    "shifted float": (lambda t, q, k: (t[q, k] << 1) > 0, ["`shl`", "booleans and integers"]),
+    "and of floats": (lambda t, q, k: t[q, k] & q > 0, ["`and` works on booleans"]),
+    "a string": (lambda t, q, k: q > "3", ["can't be run", "TypeError"]),
+    "two": (lambda t, q, k: (q > k, k > 3), ["must return a boolean"]),
+    "a symbol's item": (lambda t, q, k: q[0] > k, ["can't be indexed"]),
+    "an attribute": (lambda t, q, k: k < q.T, [".T"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_shows_the_line(name):
+    function, words = REFUSED[name]
+
+    @fg.mask
+    def wrong(q_idx, kv_idx, table: fg.Tensor):
+        return function(table, q_idx, kv_idx)
+
+    with pytest.raises(fg.FlashgenError) as caught:
+        traced(wrong, table=torch.ones(3, 3))
+    for word in (*words, "test_trace.py:", "instead: "):
+        assert word in str(caught.value)
+
+
+SPELLINGS = {
+    "objects": "n: int, c: fg.Const[int], table: fg.Tensor",
+    "strings": "n: 'int', c: 'fg.Const[int]', table: 'fg.Tensor'",
+    "names of type checkers": "n: 'int', c: 'typed.Const[int]', table: 'typed.Tensor'",
+    "torch's tensor": "n: int, c: fg.Const[int], table: torch.Tensor",
+}
+
+
+@pytest.mark.parametrize("postponed", [False, True])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_annotations_of_every_spelling(name, postponed):
+    scope = {"fg": fg, "torch": torch}
+    flags = __future__.annotations.compiler_flag if postponed else 0
+    text = f"def odd(q_idx, kv_idx: int, {SPELLINGS[name]}):\n"
+    text += "    return (q_idx - kv_idx < n + c) & (table[kv_idx] > 0)\n"
+    text += "def flex(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor):\n"
+    text += "    return q >= k\n"
+    exec(compile(text, "spellings", "exec", flags=flags, dont_inherit=True), scope)
+    table = torch.arange(12) - 4
+    right = (ROWS - COLUMNS < 3) & (table > 0)
+    assert torch.equal(traced(scope["odd"], n=1, table=table, c=2), right)
+    assert torch.equal(traced(scope["flex"]), ROWS >= COLUMNS)

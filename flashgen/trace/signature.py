@@ -216,6 +216,9 @@ def _annotation(annotation: Any, function: Callable[..., Any]) -> Any:
             while isinstance(inner, functools.partial):
                 inner = inner.func
             annotation = eval(text, getattr(inner, "__globals__", {}))
+            if isinstance(annotation, str):
+                # Quoted, in a module whose annotations are strings anyway.
+                return _annotation(annotation, function)
         except Exception:  # names that exist only for type checkers: read the text instead
             return _annotation_text(text)
     if annotation in (int, float, bool):
