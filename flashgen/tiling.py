@@ -42,7 +42,9 @@ def target_of(backend: str, arch: int | str) -> Target:
 INTERPRETER = Target("interpret", "cpu", 1 << 30)
 
 # (largest head dimension, candidates from best to smallest); the first that fits is taken.
-_HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
+_Table = tuple[tuple[int, tuple[Tiling, ...]], ...]
+_FAMILIES = {"90": "hopper", "100": "blackwell", "103": "blackwell", "120": "blackwell, small"}
+_HALF: dict[str, _Table] = {
     "hopper": (
         (64, (Tiling(128, 64, 4, 3),)),
         (128, (Tiling(64, 64, 4, 3),)),
@@ -56,22 +58,40 @@ _HALF: dict[str, tuple[tuple[int, tuple[Tiling, ...]], ...]] = {
         (192, (Tiling(128, 64, 8, 2),)),
         (256, (Tiling(128, 32, 8, 2),)),
     ),
+    # The rest is chosen by what spills nothing, compiled ahead of time with many masks.
+    "blackwell": (
+        (128, (Tiling(128, 64, 8, 3),)),
+        (192, (Tiling(128, 64, 8, 2),)),
+        (256, (Tiling(128, 32, 8, 2),)),
+    ),
     "ampere": (
-        (64, (Tiling(128, 64, 8, 3), Tiling(64, 64, 4, 2))),
-        (128, (Tiling(128, 32, 8, 2), Tiling(64, 32, 4, 2))),
-        (256, (Tiling(64, 32, 4, 2), Tiling(64, 16, 4, 2), Tiling(32, 16, 4, 2))),
+        (64, (Tiling(128, 64, 8, 3),)),
+        (128, (Tiling(128, 32, 8, 3),)),
+        (256, (Tiling(64, 64, 8, 2), Tiling(64, 32, 8, 2))),
+    ),
+    "blackwell, small": (
+        (64, (Tiling(128, 64, 8, 3),)),
+        (128, (Tiling(128, 64, 8, 2),)),
+        (256, (Tiling(64, 32, 8, 2),)),
     ),
     "hip": (
-        (64, (Tiling(128, 64, 4, 1),)),
-        (128, (Tiling(128, 64, 4, 1), Tiling(128, 32, 4, 1))),
-        (256, (Tiling(64, 32, 4, 1), Tiling(64, 16, 4, 1))),
+        (128, (Tiling(128, 64, 4, 1),)),
+        (256, (Tiling(64, 64, 4, 1),)),
     ),
 }
-_SINGLE = (
-    (64, (Tiling(32, 32, 8, 2), Tiling(32, 32, 4, 1))),
-    (128, (Tiling(32, 32, 8, 1), Tiling(32, 16, 4, 1))),
-    (256, (Tiling(32, 16, 4, 1), Tiling(16, 16, 4, 1))),
-)
+# Without tensor cores (CUDA) a thread holds whole rows of a product's operands: small tiles.
+_SINGLE: dict[str, _Table] = {
+    "cuda": (
+        (64, (Tiling(64, 32, 8, 1),)),
+        (128, (Tiling(32, 32, 8, 1),)),
+        (256, (Tiling(32, 16, 8, 1),)),
+    ),
+    "hip": (
+        (64, (Tiling(64, 64, 4, 1),)),
+        (128, (Tiling(64, 32, 4, 1),)),
+        (256, (Tiling(32, 32, 4, 1),)),
+    ),
+}
 
 
 def choose(
@@ -80,8 +100,8 @@ def choose(
     """The blocks of the forward kernel. `long_rows`: the last query sees the first key."""
     if target.backend == "interpret":
         return Tiling(64, 64, 4, 1)
-    table = _SINGLE if dtype.itemsize > 2 else _HALF[_family(target, long_rows)]
     widest = max(head_dim, v_head_dim)
+    table = _table(target, dtype, long_rows)
     candidates = next(options for most, options in table if widest <= most)
     for tiling in candidates:
         if _shared_bytes(tiling, dtype.itemsize, head_dim, v_head_dim) <= target.shared:
@@ -104,19 +124,22 @@ def choose_for(
     return inside(choose(target, dtype, head_dim, v_head_dim), block_size)
 
 
-def _family(target: Target, long_rows: bool) -> str:
+def _table(target: Target, dtype: torch.dtype, long_rows: bool) -> _Table:
+    if dtype.itemsize > 2:
+        return _SINGLE[target.backend]
     if target.backend == "hip":
-        return "hip"
-    if target.arch not in ("90", "100", "103"):
-        return "ampere"
-    return "hopper, long rows" if long_rows else "hopper"
+        return _HALF["hip"]
+    family = _FAMILIES.get(target.arch, "ampere")
+    return _HALF[f"{family}, long rows" if long_rows and family == "hopper" else family]
 
 
 def _shared_bytes(tiling: Tiling, itemsize: int, head_dim: int, v_head_dim: int) -> int:
-    """Queries once, keys and values once a stage, as wide as they are padded."""
+    """Queries once, keys and values once a stage, as wide as they are padded.
+
+    Without a pipeline keys make place for values."""
     q_dim, v_dim = (sum(p.size for p in parts_of(d)) for d in (head_dim, v_head_dim))
-    keys = tiling.stages * tiling.block_n * (q_dim + v_dim)
-    return itemsize * (tiling.block_m * q_dim + keys)
+    rows = tiling.stages * (q_dim + v_dim) if tiling.stages > 1 else max(q_dim, v_dim)
+    return itemsize * (tiling.block_m * q_dim + tiling.block_n * rows)
 
 
 def inside(tiling: Tiling, block_size: tuple[int, int]) -> Tiling:

@@ -36,7 +36,7 @@ EVERY = [
     for name in GOLDEN
     for dtype in (BF16, FP16, FP32)
     for target in TARGETS
-    for long_rows in ((False, True) if target in ("sm_90", "sm_100") else (False,))
+    for long_rows in ((False, True) if target == "sm_90" else (False,))
 ]
 
 
