@@ -4,10 +4,13 @@ Calls go the way of a launch up to the grid, and are compiled for a GPU that isn
 
 from __future__ import annotations
 
+import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +19,7 @@ from golden_kernels import GOLDEN, capped_documents
 from triton import knobs
 
 import flashgen as fg
-from flashgen import aot, launch, masks, plan
+from flashgen import aot, cache, launch, masks, plan
 from flashgen.tiling import Tiling, target_of
 
 TARGET = "sm_90"
@@ -135,6 +138,17 @@ def test_lengths_and_windows_compile_once(launches):
         run(attend, queries(length), window=max(1, EDGES[number % len(EDGES)]))
     assert compiles(launches) == once(launches)
     assert len(once(launches)) == 3
+
+
+def test_the_counter_sees_what_is_specialised(launches):
+    attend = fg.Attention(masks.causal)
+    for length in (1, 16, 17):
+        run(attend, queries(length))
+    forward = [x for x in launches if x.kernel.__name__ == "attention_forward"]
+    text = Path(sys.modules[forward[0].kernel.__module__].__file__).read_text()
+    text = re.sub(r"do_not_specialize=\[.*?\],", "", text, flags=re.DOTALL)
+    kernel = cache.module("specialised", text, launch.key_parts()).attention_forward
+    assert binaries([x._replace(kernel=kernel) for x in forward])["attention_forward"] == 3
 
 
 def test_a_window_beyond_32_bits_compiles_once_more(launches):
