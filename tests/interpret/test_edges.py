@@ -49,11 +49,11 @@ def agree(
 def test_head_dimensions(dim: int) -> None:
     """Padding in a dimension reads neither the neighbour's row nor garbage."""
     v_dim = DIMS[(DIMS.index(dim) + 5) % len(DIMS)]
-    wide = [torch.full((1, h, n, 300), NAN) for h, n in ((2, 20), (1, 37), (1, 37))]
+    wide = [torch.full((1, h, n, 300), NAN) for h, n in ((2, 20), (1, 70), (1, 70))]
     tensors = []
     for buffer, size in zip(wide, (dim, dim, v_dim), strict=True):
         tensors.append(buffer[..., 7 : 7 + size].normal_())
-    agree(fg.Attention(masks.causal), tensors, causal(20, 37))
+    agree(fg.Attention(masks.causal), tensors, causal(20, 70))
 
 
 @pytest.mark.usefixtures("nan_filled_empty")

@@ -75,6 +75,27 @@ def test_masks(case: Case) -> None:
     check_case(case, 51, 67, (16, 32))
 
 
+LENGTHS = {
+    "rows": lambda q_idx, kv_idx: q_idx > 3,
+    "causal": lambda q_idx, kv_idx: kv_idx <= q_idx,
+    "keys": lambda q_idx, kv_idx, kv_len: (kv_idx % 7 < 5) | (kv_idx > kv_len // 2),
+    "from the end": lambda kv_idx, q_len, kv_len: kv_len - kv_idx < 30 + q_len * 0,
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("offset", [None, 5, torch.tensor([40, -3, 0, 7])], ids=str)
+def test_lengths_of_each_sequence(name: str, offset: Any) -> None:
+    """Tiles beyond a sequence's own length are empty, and its last one decides by what is in it."""
+    lens = torch.tensor([0, 5, 48, 70], dtype=torch.int32)
+    q, k = torch.zeros(4, 1, 20, 1), torch.zeros(4, 1, 70, 1)
+    call = call_of(LENGTHS[name], q, k, kv_lens=lens, q_offset=offset)
+    check_plan(call, (16, 16), "exact")
+    states, _ = plan(call.bound, call.geometry, (16, 16), "exact")
+    assert (states[0] == 0).all()
+    assert (states[1, 0, :, 1:] == 0).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_mask(case: Case) -> None:
