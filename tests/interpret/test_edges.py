@@ -171,6 +171,13 @@ def test_decoding(S: int, heads: int, kv_heads: int) -> None:
         assert torch.equal(run(fg.Attention(mask), tensors, q_offset=form)[0], out)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("S", [1, 7, 17])
+def test_decoding_after_70000_keys(S: int) -> None:
+    tensors = inputs(S=S, T=70_000)
+    agree(fg.Attention(masks.causal), tensors, causal(S, 70_000))
+
+
 def test_decoding_a_row_equals_that_row() -> None:
     """A cache with room to spare, and a runtime offset: step t is row t."""
     q, k, v = inputs(S=50, T=50)
