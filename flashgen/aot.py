@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections import defaultdict
+import subprocess
+import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ class Compiled:
 
     `registers` of a thread; `spills`: bytes stored and loaded (AMD: registers spilled);
     `called_spills`: the same in functions that are called, which run rarely; `shared`: bytes of
-    shared memory; `warnings`: what the assembler says of performance; `assembly`: PTX or AMD's."""
+    shared memory; `warnings`: what the assembler says of performance; `assembly`: PTX or AMD's;
+    `binary`: NVIDIA's."""
 
     target: str
     registers: int
@@ -46,6 +49,20 @@ class Compiled:
     shared: int
     warnings: tuple[str, ...]
     assembly: str
+    binary: bytes = field(default=b"", repr=False)
+
+    def instructions(self) -> Counter[str]:
+        """How often each instruction stands in NVIDIA's machine code: HGMMA, UTMALDG."""
+        from triton import knobs
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.binary)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return Counter(
+            re.findall(r"^\s+/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", text, re.MULTILINE)
+        )
 
     def __str__(self) -> str:
         cost = f"{self.registers} registers, {self.spills} spilled, {self.shared} bytes shared"
@@ -236,6 +253,7 @@ def _read_nvidia(target: str, made: Any, log: str) -> Compiled:
         made.metadata.shared,
         tuple(dict.fromkeys(re.findall(r"\(C7\d+\)[^\n]*", log))),
         made.asm["ptx"],
+        made.asm["cubin"],
     )
 
 

@@ -81,6 +81,7 @@ def environment() -> jinja2.Environment:
     )
     made.filters["pack"] = _pack
     made.filters["wrapped"] = _wrapped
+    made.filters["gluon"] = in_gluon
     return made
 
 
@@ -91,6 +92,13 @@ def _pack(names: list[str]) -> str:
         return f"[{line}]"
     lines = textwrap.wrap(line, 88)
     return "[" + "".join(f"\n        {line}" for line in lines) + "\n    ]" if lines else "[]"
+
+
+def in_gluon(text: str) -> str:
+    """Triton's text as Gluon spells it: lowered expressions, and the functions they call."""
+    text = text.replace("@triton.jit", "@gluon.jit")
+    text = re.sub(r"\btl\.sigmoid\b", "sigmoid", text)
+    return re.sub(r"\btl\.", "gl.", text.replace("tl.PropagateNan", "hopper.PropagateNan"))
 
 
 def _wrapped(names: list[str], indent: int) -> str:

@@ -1,0 +1,106 @@
+"""What Hopper kernels are made of: Gluon's names over Triton 3.6 to 3.9, layouts, TMA descriptors.
+
+The one module that knows how Gluon's names drift. Generated kernels take from here what has
+changed its name or has none yet, and from Gluon itself what is the same everywhere. Importing it
+imports Triton."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper as instructions
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan as PropagateNan
+
+tma, mbarrier = instructions.tma, instructions.mbarrier
+fence_async_shared = instructions.fence_async_shared
+warpgroup_mma = instructions.warpgroup_mma
+warpgroup_mma_wait = instructions.warpgroup_mma_wait
+# 3.8 calls copies of tiles loads and stores, and 3.9 keeps the old names only as deprecated ones.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Until the threads of a partition have arrived: 3.7 renamed it.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def _add_tile(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """TMA's reduction: the operation is in 3.6's builder, its wrapper came with 3.8."""
+    from triton._C.libtriton import ir
+
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+add_tile = getattr(tma, "async_atomic_add", None) or builtin(_add_tile)
+
+
+def _wait_stores(pendings: int, _semantic: Any = None) -> None:
+    """Until at most `pendings` stores still read shared memory; 3.8 asks what is waited for."""
+    tma.store_wait(pendings, _semantic=_semantic)
+
+
+wait_stores = builtin(_wait_stores)
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def accumulator(columns: int, warps: int = 4) -> Any:
+    """wgmma's accumulator, [16 x warps, n] with n up to 256 columns at a time."""
+    shape = [16, min(columns, 256), 16]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=shape)
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def operand(columns: int, warps: int = 4) -> Any:
+    """wgmma's first operand in registers, for an accumulator of so many columns."""
+    parent = accumulator(columns, warps)
+    return gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2)
+
+
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@functools.cache
+def _tile_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _TYPES[dtype])
+
+
+def descriptor(tensor: torch.Tensor, tile: Sequence[int]) -> Any:
+    """How TMA reads and writes tiles of a tensor: of shape `tile`, padded with 1s on the left.
+
+    What lies outside of the tensor is read as 0 and not written, at the end of every head too if
+    the tensor is [B, H, S, D]. Wants what `can_describe` asks for."""
+    block = (*[1] * (tensor.ndim - len(tile)), *tile)
+    layout = _tile_layout(block, tensor.dtype)
+    shape, strides = list(tensor.shape), list(_strides(tensor))
+    return TensorDescriptor(tensor, shape, strides, list(block), layout)
+
+
+def _strides(tensor: torch.Tensor) -> Sequence[int]:
+    """Strides; that of a dimension of size 1 is never used, and may be anything."""
+    aligned = 16 // tensor.element_size()
+    return [
+        aligned if size == 1 and stride % aligned else stride
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    ] + [1]
+
+
+def can_describe(tensor: torch.Tensor) -> str:
+    """Why TMA can't address a tensor; empty if it can. Rows must be contiguous."""
+    if tensor.data_ptr() % 16:
+        return "data that doesn't start at a multiple of 16 bytes"
+    strides = [s * tensor.element_size() for s in _strides(tensor)[:-1]]
+    if any(s % 16 for s in strides):
+        return "strides that aren't multiples of 16 bytes"
+    used = [s for s, size in zip(strides, tensor.shape[:-1], strict=True) if size > 1]
+    if any(not 0 < s < 2**40 for s in used):
+        return "strides of 0 or beyond 2^40 bytes"
+    if 0 in tensor.shape:
+        return "no elements"
+    return ""
