@@ -206,6 +206,8 @@ class _Rules:
         (a, a_high), (b, b_high) = map(self.interval, expr.args)
         return self._cut(_join("maximum", a, b), expr), _join("maximum", a_high, b_high)
 
+    _bound_clamp_min, _bound_clamp_max = _bound_maximum, _bound_minimum
+
     def _cut(self, end: Expr | None, expr: Expr) -> Expr | None:
         """The end at which an operation cuts its operands' range off.
 

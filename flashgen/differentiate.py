@@ -1,7 +1,8 @@
 """Derivatives of a score expression, as expressions: the chain rule, from the result to the leaves.
 
 Where a function has no derivative the result is PyTorch's: `minimum` and `maximum` share a tie in
-halves, `abs` has 0 at 0, `where` follows the branch, rounding and comparisons have none."""
+halves, `clamp` gives it to the value, `relu` and `abs` have 0 at 0, `where` follows the branch,
+rounding and comparisons have none."""
 
 from __future__ import annotations
 
@@ -115,6 +116,14 @@ def _extreme(node: Expr, g: Expr) -> Shares:
     return choose(a_loses, ZERO, half), choose(b_loses, ZERO, half)
 
 
+def _clamp(node: Expr, g: Expr) -> Shares:
+    """A limit gets something only where it cuts."""
+    value, limit = node.args
+    pair = (value, limit) if node.op == "clamp_min" else (limit, value)
+    cuts = make("lt", *pair)
+    return choose(cuts, ZERO, g), choose(cuts, g, ZERO)
+
+
 def _absolute(node: Expr, g: Expr) -> Shares:
     (x,) = node.args
     falls = choose(make("lt", x, ZERO), negated(g), ZERO)
@@ -155,6 +164,8 @@ _RULES: dict[str, Rule] = {
     "mul": _product,
     "truediv": _quotient,
     "mod": _remainder,
+    "clamp_min": _clamp,
+    "clamp_max": _clamp,
     "abs": _absolute,
     "minimum": _extreme,
     "maximum": _extreme,

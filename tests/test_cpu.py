@@ -556,6 +556,17 @@ def test_garbage_behind_a_mask(garbage: float, block_size: tuple[int, int]) -> N
             assert torch.equal(mine, right)
 
 
+def test_an_infinity_that_is_seen_beside_a_nan_that_is_not() -> None:
+    """In one channel of one block, so that one product holds both."""
+    q, k, v = (x.detach() for x in inputs())
+    v[:, :, 5, 0], v[:, :, 9, 0], v[:, :, 30, 0] = INF, -INF, math.nan
+    out, _ = run(q, k, v, causal)
+    assert out[..., :5, 0].isfinite().all()
+    assert (out[..., 5:9, 0] == INF).all()
+    assert out[..., 9:, 0].isnan().all()
+    assert out[..., 1:].isfinite().all()
+
+
 @pytest.mark.parametrize("garbage", [math.nan, INF])
 def test_garbage_beyond_a_length(garbage: float) -> None:
     clean = inputs(2, 2, 1, 20, 64)

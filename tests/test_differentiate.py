@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flashgen as fg
 from flashgen.differentiate import ONE, ZERO, differentiate
 from flashgen.expr import Env, Expr, cast, const, evaluate, index, load, make, score
+from flashgen.trace import TensorType, trace
+from flashgen.trace.signature import Function
 
 S = score()
 H, Q, K = index("h"), index("q_idx"), index("kv_idx")
@@ -107,6 +110,58 @@ def test_ties_are_shared(op: str) -> None:
     tie = differentiate(make(op, S, const(1.0))).score
     at = Env({"h": torch.tensor(0)}, score=torch.tensor([1.0, 2.0, 0.0]))
     assert evaluate(tie, at).tolist() == [0.5, *([0, 1] if op == "minimum" else [1, 0])]
+
+
+KINKS: dict[str, Any] = {
+    "clamp": lambda x, y: torch.clamp(x, -1.0, 1.0) * y,
+    "clamp by data": lambda x, y: x.clamp(min=y) + torch.clamp_max(y, 0.5),
+    "clamp between data": lambda x, y: torch.clamp(x, y - 1.0, y + 0.5),
+    "clamp_min": lambda x, y: torch.clamp_min(x, 0.5) * y,
+    "limits the wrong way round": lambda x, y: torch.clamp(x * y, 1.0, -1.0) + x,
+    "relu": lambda x, y: torch.relu(x) * y + torch.relu(x - y),
+    "minimum": lambda x, y: torch.minimum(x, y) * x,
+    "maximum": lambda x, y: torch.maximum(x, y) * y,
+    "abs": lambda x, y: torch.abs(x - y) + torch.abs(x),
+    "sign": lambda x, y: torch.sign(x) * y,
+    "where": lambda x, y: torch.where(x > y, x * x, y),
+    "floor": lambda x, y: torch.floor(x) * y + x,
+    "ceil": lambda x, y: torch.ceil(x + y) * x,
+    "remainder": lambda x, y: torch.remainder(x, torch.where(y == 0, 1.5, y)),
+    "remainder of a constant": lambda x, y: x % 1.0 + y % -0.5,
+    "division that floors": lambda x, y: torch.div(x, 0.5, rounding_mode="floor") * x + y,
+    "division that truncates": lambda x, y: torch.div(x, 0.75, rounding_mode="trunc") * y + x,
+    "square": lambda x, y: x**2 + torch.square(y),
+    "power of zero": lambda x, y: torch.relu(x) ** 1.5 + y**3,
+    "power": lambda x, y: (torch.abs(x) + 0.5) ** y,
+    "root of zero": lambda x, y: torch.sqrt(torch.relu(x) + y * y),
+    "reciprocal": lambda x, y: torch.reciprocal(x) + y,
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+def test_where_there_is_no_derivative_it_is_torchs(name: str) -> None:
+    """On a grid that has every kink, and every tie of the two."""
+    function = KINKS[name]
+
+    def traced(score, q_idx, kv_idx, x: fg.Tensor, y: fg.Tensor):
+        return function(x[q_idx], y[kv_idx]) + 0.0 * score
+
+    values = torch.tensor([-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+    types = {n: TensorType("float", 1) for n in "xy"}
+    expr = trace(Function.of(traced, "score"), types, wants="score").expr
+    places = {"q_idx": torch.arange(9).reshape(-1, 1), "kv_idx": torch.arange(9)}
+    here = Env(places, {}, {"x": values, "y": values}, torch.zeros(9, 9).double(), torch.float64)
+    pairs = [v.expand(9, 9).clone().requires_grad_() for v in (values.reshape(-1, 1), values)]
+    expected = function(*pairs)
+    torch.testing.assert_close(evaluate(expr, here), expected, equal_nan=True)
+    theirs = torch.autograd.grad(expected.sum(), pairs, allow_unused=True)
+    found = differentiate(expr)
+    for name, grad in zip("xy", theirs, strict=True):
+        total = torch.zeros(9, 9, dtype=torch.float64)
+        for _, by in found.of_tensor(name):
+            total = total + evaluate(by, here)
+        right = torch.zeros_like(total) if grad is None else grad
+        torch.testing.assert_close(total, right, equal_nan=True, rtol=1e-12, atol=1e-12)
 
 
 def test_absolute_value_is_flat_at_zero() -> None:

@@ -154,6 +154,12 @@ def _product(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     product = weights @ x
     if is_finite(product):
         return product
-    finite = x.isfinite()
-    touched = (weights != 0).to(x.dtype) @ (~finite).to(x.dtype) > 0
-    return torch.where(touched, product, weights @ torch.where(finite, x, 0))
+    infinite, dtype = x.isinf(), x.dtype
+    # The sum of what a row meets: each product of a weight and an infinity is one of its signs.
+    signs = weights.nan_to_num(0.0).sign() @ torch.where(infinite, x.sign(), 0)
+    met = (weights != 0).to(dtype) @ infinite.to(dtype)
+    mixed = signs.abs() != met
+    seen_nan = (weights != 0).to(dtype) @ x.isnan().to(dtype) > 0
+    finite = weights @ torch.where(x.isfinite(), x, 0)
+    special = torch.where(mixed | seen_nan, torch.nan, signs.sign() * torch.inf)
+    return torch.where((met > 0) | seen_nan, special, finite)

@@ -16,6 +16,8 @@ SHIFTS = frozenset({"shl", "shr"})
 FLOAT_FUNCTIONS = frozenset(
     {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf"}
 )
+# `maximum` and `minimum` of floats, whose derivative at a tie is the first operand's alone.
+CLAMPS = {"clamp_min": "maximum", "clamp_max": "minimum"}
 ROUNDING = frozenset({"floor", "ceil"})
 
 
@@ -67,6 +69,10 @@ def make(op: str, *args: Expr) -> Expr:
     Raises KindError where the operation has no meaning (a float shifted, a float `&`)."""
     if op == "where":
         return _where(*args)
+    if op in CLAMPS:
+        if common_kind(*args) != "float":
+            return make(CLAMPS[op], *args)
+        return Expr(op, "float", tuple(cast(a, "float") for a in args))
     if op in ARITHMETIC or op == "truediv":
         return _arithmetic(op, *args)
     if op in COMPARISONS:

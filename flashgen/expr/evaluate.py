@@ -104,6 +104,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": torch.abs,
     "minimum": torch.minimum,
     "maximum": torch.maximum,
+    "clamp_min": lambda value, limit: torch.clamp(value, min=limit),
+    "clamp_max": lambda value, limit: torch.clamp(value, max=limit),
     "where": torch.where,
     "lt": operator.lt,
     "le": operator.le,

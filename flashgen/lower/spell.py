@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..expr import Expr
+from ..expr.build import CLAMPS
 
 # Text with its binding strength, as in Python; names and calls are atoms.
 ATOM = 9
@@ -61,8 +62,9 @@ def operation(node: Expr, args: list[Text], nonnegative: bool, safe_divisor: boo
     if node.op == "neg":
         return f"-{wrap(args[0], 8)}", 8
     plain = ", ".join(text for text, _ in args)
-    if node.op in ("minimum", "maximum"):
-        return f"tl.{node.op}({plain}{f', {_NAN}' if node.kind == 'float' else ''})", ATOM
+    extreme = CLAMPS.get(node.op, node.op)
+    if extreme in ("minimum", "maximum"):
+        return f"tl.{extreme}({plain}{f', {_NAN}' if node.kind == 'float' else ''})", ATOM
     if node.op in _TRITON:
         return f"tl.{node.op}({plain})", ATOM
     if node.op == "isnan":

@@ -66,8 +66,8 @@ def _div(left: Expr, right: Expr, rounding_mode: str | None = None) -> Expr:
 def _clamp(recorder: Recorder, value: Any, min: Any = None, max: Any = None) -> Expr:
     result = recorder.lift(value)
     if min is not None:
-        result = apply("maximum", result, recorder.lift(min))
-    return result if max is None else apply("minimum", result, recorder.lift(max))
+        result = apply("clamp_min", result, recorder.lift(min))
+    return result if max is None else apply("clamp_max", result, recorder.lift(max))
 
 
 def _truth(value: Expr) -> Expr:
@@ -164,7 +164,8 @@ _NUMBERS: dict[str, Implementation] = {
     "bitwise_not": _op("not", 1),
     "bitwise_left_shift": _op("shl", 2),
     "bitwise_right_shift": _op("shr", 2),
-    "relu": lambda value: apply("maximum", value, const(0)),
+    # In this order the limit gets a tie: PyTorch's relu is flat at 0.
+    "relu": lambda value: apply("clamp_min", const(0), value),
     "isnan": _op("isnan", 1),
     "zeros_like": _like(0),
     "ones_like": _like(1),
