@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import backends, launch
+from . import backends, launch, ops
 from .call import Call, CallText, check
 from .config import config
 from .errors import FlashgenError
@@ -256,23 +256,17 @@ def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
 def _run(
     backend: str, call: Call, schedule: Schedule, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments: dict[str, Any] = {
-        "bound": call.bound,
-        "geometry": call.geometry,
-        "schedule": schedule,
-        "scale": call.scale,
-        "softcap": call.softcap,
-        "sinks": call.sinks,
-    }
-    if backend == "cpu":
-        from . import cpu
-
-        return cpu.attention(call.q, call.k, call.v, **arguments)
-    from . import ops
-    from .kernel_names import spell
-
-    arguments |= {"bound": spell(call.bound), "deterministic": deterministic}
-    return ops.attention(call.q, call.k, call.v, **arguments)
+    return ops.attention(
+        *(call.q, call.k, call.v),
+        backend=backend,
+        bound=call.bound,
+        geometry=call.geometry,
+        schedule=schedule,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        deterministic=deterministic,
+    )
 
 
 def attention(

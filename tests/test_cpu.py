@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen import FlashgenError
-from flashgen.cpu import attention
 from flashgen.cpu.blocks import split
 from flashgen.geometry import Geometry
+from flashgen.ops import attention
 from flashgen.schedule import Schedule
 from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
@@ -108,6 +108,7 @@ def run(
         q,
         k,
         v,
+        backend="cpu",
         bound=bound,
         geometry=geometry,
         schedule=make_schedule(bound, geometry, block_size, planner, "test"),
@@ -360,6 +361,7 @@ def test_a_schedule_shared_by_sequences_of_different_lengths() -> None:
     bound = Program().bind({}, "test")
     ours = attention(
         *leaves,
+        backend="cpu",
         bound=bound,
         geometry=geometry,
         schedule=Schedule(states, (16, 16), 20, 40, 0, lens, "full", "", "auto"),
@@ -677,9 +679,9 @@ def test_full_tiles_pay_for_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MEMORY = """
-import resource, torch
-from flashgen.cpu import attention
+import functools, resource, torch
 from flashgen.geometry import Geometry
+from flashgen.ops import attention
 from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
 
@@ -692,7 +694,8 @@ def peak(length):
     geometry = Geometry(1, 1, 1, length, length, torch.device("cpu"))
     schedule = make_schedule(bound, geometry, (128, 128), "auto", "test")
     q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
-    out, lse = attention(q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=0.25)
+    run = functools.partial(attention, bound=bound, geometry=geometry, schedule=schedule)
+    out, lse = run(q, k, v, backend="cpu", scale=0.25)
     (out.sum() + lse.sum()).backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 

@@ -1,0 +1,122 @@
+"""Eager calls: autograd functions around an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import FlashgenError
+from ..launch_backward import Saved
+from ..spec import Bound
+from .engine import Engine, Gradients, engine, no_autocast
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    backend: str,
+    bound: Bound,
+    sinks: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the visited tiles, differentiable once.
+
+    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq];
+    `backend`: cpu, interpret or portable; `arguments` are those of `launch.forward`, and
+    `deterministic`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE [B, Hq, Sq] in
+    float32 (float64 for float64 queries). Gradients reach q, k, v, sinks and the float data of
+    the score function; only those asked for are computed.
+    Raises FlashgenError where a second derivative is asked for, or a batched or forward one."""
+    made = engine(backend, bound, **arguments)
+    data = [bound.tensors[tensor.name] for tensor in bound.spec.tensors]
+    out, lse = _Attention.apply(made, q, k, v, sinks, *data)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Function(torch.autograd.Function):
+    """What neither direction has: rules for vmap and for forward derivatives."""
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        raise FlashgenError(
+            "attention is mapped by torch.vmap, for which it has no rule",
+            write="the mapped dimension as part of the batch B, or a loop over it",
+        )
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        raise FlashgenError(
+            "a forward-mode derivative of attention is asked for, and there are only gradients",
+            write="torch.autograd.grad or torch.func.grad; for forward mode, plain PyTorch "
+            "operations on the dense mask (`mask.dense(q_len, kv_len)`)",
+        )
+
+
+class _Attention(_Function):
+    @staticmethod
+    def forward(
+        made: Engine,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        *data: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with no_autocast(q.device):
+            return made.forward(q, k, v, sinks, data)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.made = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(needed)
+        given = (ctx.made, needed[1:], grad_out, grad_lse, *ctx.saved_tensors)
+        # Only where the gradient gets a graph is there a use for a function, whose backward is an
+        # error.
+        run = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        return None, *run(*given)
+
+
+def _gradients(
+    made: Engine,
+    needed: tuple[bool, ...],
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *saved: Any,
+) -> Gradients:
+    q, k, v, out, lse, sinks, *data = saved
+    with no_autocast(q.device):
+        return made.backward(Saved(q, k, v, out, lse, grad_out, grad_lse), sinks, data, needed)
+
+
+class _Gradients(_Function):
+    """The backward, as a function whose own derivative is an error that says so."""
+
+    forward = staticmethod(_gradients)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise twice()
+
+
+def twice() -> FlashgenError:
+    """The error for a second derivative."""
+    return FlashgenError(
+        "the gradient of attention is differentiated again, and has no derivative here",
+        write="create_graph=False; for second derivatives, plain PyTorch operations on the "
+        "dense mask (`mask.dense(q_len, kv_len)`)",
+    )

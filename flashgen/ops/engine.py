@@ -1,0 +1,118 @@
+"""One attention, ready to run: what autograd functions and operators have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from .. import launch, launch_backward
+from ..emit_backward import Wanted
+from ..expr import leaves
+from ..kernel_names import spell
+from ..launch_backward import Saved
+from ..spec import Bound
+
+Gradients = tuple["torch.Tensor | None", ...]
+
+
+class Engine(Protocol):
+    """A call apart from the tensors that autograd holds: q, k, v, sinks, and the spec's data."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        data: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and the natural-log LSE; new tensors."""
+
+    def backward(
+        self,
+        saved: Saved,
+        sinks: torch.Tensor | None,
+        data: Sequence[torch.Tensor],
+        needed: Sequence[bool],
+    ) -> Gradients:
+        """Gradients of q, k, v, sinks and data, in this order; None where `needed` is false."""
+
+
+def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
+    """The engine of a backend; `arguments` are those of `launch.forward`."""
+    # Autograd holds the tensors, and sees when they change; the engine must not hold them too.
+    bound = replace(bound, tensors={})
+    if backend == "cpu":
+        from .. import cpu
+
+        return cpu.Walk(bound, **arguments)
+    return Kernels(bound, **arguments)
+
+
+class Kernels:
+    """The generated kernels."""
+
+    def __init__(self, bound: Bound, *, deterministic: bool = False, **arguments: Any) -> None:
+        self._bound, self._deterministic = spell(bound), deterministic
+        self._arguments = arguments
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        data: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bound = _with_tensors(self._bound, data)
+        return launch.forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
+
+    def backward(
+        self,
+        saved: Saved,
+        sinks: torch.Tensor | None,
+        data: Sequence[torch.Tensor],
+        needed: Sequence[bool],
+    ) -> Gradients:
+        bound = _with_tensors(self._bound, data)
+        wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
+        grads = launch_backward.backward(
+            saved,
+            wanted,
+            bound=bound,
+            sinks=sinks,
+            sinks_wanted=needed[3],
+            deterministic=self._deterministic or _must_be_deterministic(),
+            **self._arguments,
+        )
+        of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
+        return grads.q, grads.k, grads.v, grads.sinks, *of_data
+
+
+def _with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:
+    """What the expressions read, as autograd handed it over."""
+    names = (tensor.name for tensor in bound.spec.tensors)
+    return replace(bound, tensors=dict(zip(names, data, strict=True)))
+
+
+def _wanted_data(bound: Bound, needed: Sequence[bool]) -> tuple[str, ...]:
+    """Names of the data whose gradient is needed and isn't zero."""
+    loaded = leaves(bound.spec.score, "load")
+    pairs = zip(bound.spec.tensors, needed[4:], strict=True)
+    return tuple(tensor.name for tensor, need in pairs if need and tensor.name in loaded)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Operations inside an attention compute in the dtypes they are given."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _must_be_deterministic() -> bool:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
