@@ -261,8 +261,11 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
         variant,
         ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
         ["dk"] * wanted.k + ["dv"] * wanted.v,
-        ["kv_heads: tl.int32", "capacity: tl.int32", "q_tiles: tl.int32", "kv_tiles: tl.int32"],
-        ("b", "h_kv", "block", "heads"),
+        [
+            *("batch: tl.int32", "kv_heads: tl.int32", "members: tl.int32", "capacity: tl.int32"),
+            *("q_tiles: tl.int32", "kv_tiles: tl.int32"),
+        ],
+        ("b", "h_kv", "block", "heads", "first_member"),
     )
     return Kernel(tuple(prepare), strides, unspecialized), queries, keys
 

@@ -44,6 +44,14 @@ def current_target(device: torch.device) -> Target:
     return _target_of_device(device.index if device.index is not None else 0)
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; one where kernels are interpreted."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def variant_of(bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int) -> emit.Variant:
     """Which kernel a call needs."""
     wide = {s for s, value in bound.scalars.items() if _is_wide(value)}

@@ -21,6 +21,7 @@ from .launch import (
     data_values,
     key_parts,
     launch,
+    multiprocessors,
     position_values,
     schedule_values,
     variant_of,
@@ -73,42 +74,74 @@ def _module(
     return cache.module(made.name, made.text, parts), made
 
 
-# For (queries' kernel, keys' kernel), by the largest head dimension; chosen to spill nothing.
+# (largest head dimension, pairs for the queries' and the keys' kernel from large to small): the
+# first pair inside a schedule's tiles is taken. Hopper's are measured, the others spill least.
 _Pair = tuple[Tiling, Tiling]
-_HOPPER: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(128, 64, 8, 2), Tiling(64, 128, 8, 2))),
-    (128, (Tiling(64, 64, 4, 2), Tiling(32, 128, 8, 2))),
-    (256, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
+_Table = tuple[tuple[int, tuple[_Pair, ...]], ...]
+_HOPPER: _Table = (
+    (
+        64,
+        (
+            (Tiling(64, 64, 4, 2), Tiling(128, 64, 4, 2)),
+            (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3)),
+        ),
+    ),
+    (
+        128,
+        (
+            (Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
+            (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 3)),
+        ),
+    ),
+    (256, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
 )
-_AMPERE: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2))),
-    (128, (Tiling(64, 32, 4, 2), Tiling(32, 64, 8, 2))),
-    (256, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
+_AMPERE: _Table = (
+    (64, ((Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),)),
+    (128, ((Tiling(64, 32, 4, 2), Tiling(32, 64, 8, 2)),)),
+    (256, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
 )
-_HIP: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1))),
-    (128, (Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1))),
-    (256, (Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1))),
+_HIP: _Table = (
+    (64, ((Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),)),
+    (128, ((Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1)),)),
+    (256, ((Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),)),
 )
-_SINGLE: tuple[tuple[int, _Pair], ...] = (
-    (64, (Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1))),
-    (128, (Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1))),
-    (256, (Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1))),
+_INTERPRETED: _Table = ((256, ((Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),)),)
+_SINGLE: _Table = (
+    (64, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
+    (128, ((Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1)),)),
+    (256, ((Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),)),
 )
 
 
-def tilings(target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> _Pair:
-    """The blocks of the two kernels: (block_m queries, block_n keys) each."""
-    if target.backend == "interpret":
-        return Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)
-    if dtype.itemsize > 2:
-        table = _SINGLE
-    elif target.backend == "hip":
-        table = _HIP
-    else:
-        table = _HOPPER if target.arch in ("90", "100", "103") else _AMPERE
+def tilings(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: tuple[int, int],
+    has_score: bool = False,
+) -> _Pair:
+    """The blocks of the two kernels on a schedule's tiles: (block_m queries, block_n keys) each.
+
+    A score function's derivative wants registers: small blocks for it."""
+    table = _table(target, dtype)
     widest = max(head_dim, v_head_dim)
-    return next(pair for most, pair in table if widest <= most)
+    pairs = next(pairs for most, pairs in table if widest <= most)
+    for pair in pairs[-1:] if has_score else pairs:
+        if all(inside(tiling, block_size) == tiling for tiling in pair):
+            return pair
+    by_query, by_key = pairs[-1]
+    return inside(by_query, block_size), inside(by_key, block_size)
+
+
+def _table(target: Target, dtype: torch.dtype) -> _Table:
+    if target.backend == "interpret":
+        return _INTERPRETED
+    if dtype.itemsize > 2:
+        return _SINGLE
+    if target.backend == "hip":
+        return _HIP
+    return _HOPPER if target.arch in ("90", "100", "103") else _AMPERE
 
 
 def backward(
@@ -229,15 +262,15 @@ class _Run:
         variant = variant_of(bound, geometry, head_dim, v_head_dim)
         self.module, self.made = _module(bound.spec, variant, wanted, key_parts())
         target = current_target(saved.q.device)
-        pair = tilings(target, saved.q.dtype, head_dim, v_head_dim)
-        self.tilings = tuple(inside(tiling, schedule.block_size) for tiling in pair)
+        dims = (head_dim, v_head_dim)
+        changed = bound.spec.score is not None or softcap is not None
+        self.tilings = tilings(target, saved.q.dtype, *dims, schedule.block_size, changed)
         tile = schedule.block_size[0]
         self.padded_len = math.ceil(geometry.q_len / tile) * tile
         shape = (geometry.batch, geometry.heads, self.padded_len)
         kind, device = saved.lse.dtype, saved.q.device
         self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
         self.delta = torch.empty(shape, dtype=kind, device=device)
-        changed = bound.spec.score is not None or softcap is not None
         self.values: dict[str, Any] = {
             "q_ptr": saved.q, "k_ptr": saved.k, "v_ptr": saved.v, "grad_out_ptr": saved.grad_out,
             "lse_ptr": saved.lse, "grad_lse_ptr": saved.grad_lse, "out_ptr": saved.out,
@@ -276,17 +309,34 @@ class _Run:
     def by_key(self, grads: Gradients) -> None:
         """Gradients of the keys and values."""
         tiling, geometry = self.tilings[1], self.geometry
+        programs = math.ceil(geometry.kv_len / tiling.block_n) * geometry.batch * geometry.kv_heads
+        parts = self._parts(programs)
         values = {**self.values, **_key_schedule(self.schedule)}
+        values |= {"batch": geometry.batch, "members": geometry.group // parts}
         results = []
-        for name, letter, grad in (("k", "dk", grads.k), ("v", "dv", grads.v)):
+        for name, grad in (("k", grads.k), ("v", grads.v)):
             if grad is not None:
-                values |= {f"grad_{name}_ptr": grad, **_strides(letter, grad)}
-                results.append(grad)
-        blocks = math.ceil(geometry.kv_len / tiling.block_n)
-        programs = blocks * geometry.batch * geometry.kv_heads
-        constants = self._constants(tiling, results)
+                result = grad if geometry.group == 1 else self._partial(grad, parts)
+                values |= {f"grad_{name}_ptr": result, **_strides(f"d{name}", result)}
+                results.append((grad, result))
+        constants = self._constants(tiling, [result for _, result in results])
         kernel = self.module.attention_backward_kv
-        launch(kernel, self.made.keys, values, constants, tiling, programs)
+        launch(kernel, self.made.keys, values, constants, tiling, programs * parts)
+        for grad, result in results:
+            if result is not grad:
+                grad.copy_(result.view(parts, *grad.shape).sum(0))
+
+    def _parts(self, programs: int) -> int:
+        """Among how many programs the heads that share keys are divided, to fill the device."""
+        wanted = 8 * multiprocessors(self.saved.q.device)
+        group = self.geometry.group
+        divisors = (n for n in range(1, group + 1) if group % n == 0)
+        return next((n for n in divisors if programs * n >= wanted), group)
+
+    def _partial(self, grad: torch.Tensor, parts: int) -> torch.Tensor:
+        """A buffer for the sums of each part, not rounded yet."""
+        batch, *shape = grad.shape
+        return grad.new_empty((parts * batch, *shape), dtype=self.saved.lse.dtype)
 
     def _aligned(self, *names: str) -> list[torch.Tensor]:
         names = (*names, "grad_out_ptr")
