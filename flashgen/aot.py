@@ -149,17 +149,13 @@ def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compile
     """Compile a mask's planning kernels for tiles of 128 queries and 64 keys, by their names."""
     generated = made.generated
     module = cache.module(generated.name, generated.text, launch.key_parts())
-    dtypes = {f"{s.name}_{end}_ptr": s.dtype for s in made.summaries for end in ("min", "max")}
-    wanted: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-        f"summarize_{side.name}": (
-            tuple(map(emit.bare, side.arguments)),
-            {"TILE": size, "BLOCK": size},
-        )
-        for side in made.sides
-        for size in ({"q": 128, "kv": 64}[side.name],)
-    }
-    constants = {"TILE_M": 128, "TILE_N": 64, "BLOCK_N": 64, "CHUNK": 64, "ELEMENTS": True}
-    wanted["classify"] = (generated.arguments, constants)
+    dtypes = dict.fromkeys(("counts_ptr", "masked_ptr", "full_ptr"), torch.int32)
+    dtypes |= {name: dtype for name, dtype, _ in made.buffers}
+    tiles = {"TILE_M": 128, "TILE_N": 64, "BLOCK_N": 64}
+    wanted: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+    if made.summarize:
+        wanted["summarize"] = (made.summarize, {**tiles, "BLOCK_M": 128})
+    wanted["classify"] = (generated.arguments, {**tiles, "CHUNK": plan.CHUNK, "ELEMENTS": True})
     compiled = {}
     for name, (arguments, constants) in wanted.items():
         values = _placeholders(arguments, spec, torch.int8, dtypes)
@@ -177,7 +173,7 @@ def compile_compaction(target: str, *, by_key: bool = False) -> Compiled:
         torch.empty(0, dtype=pointers.get(name, torch.int32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
-    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": 64}
+    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": plan.CHUNK}
     return compile_kernel(target, module.compact, values, constants, _PLANNING)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -158,12 +159,14 @@ class Attention:
         kernel works on. `planner`: `bounds` decides by the tile rule alone, `exact` and `auto`
         look at the elements of tiles that it leaves open. Data of the score function may be left
         out. Raises FlashgenError like the call."""
-        mask_only = Attention(mask=self._program.mask)
-        wanted = {a.name for a in mask_only._program.params}
-        score_only = {a.name for a in self._program.params} - wanted
-        data = {name: value for name, value in data.items() if name not in score_only}
-        call = mask_only._check(
-            *(q, k, k if v is None else v),
+        program = self._mask_program
+        if program is not self._program:
+            wanted = {a.name for a in program.params}
+            score_only = {a.name for a in self._program.params} - wanted
+            data = {name: value for name, value in data.items() if name not in score_only}
+        text = self._text(q, k, v, q_offset=q_offset, kv_lens=kv_lens, **data)
+        call = check(
+            *(program, text, q, k, k if v is None else v),
             scale=None,
             sinks=None,
             q_offset=q_offset,
@@ -195,16 +198,28 @@ class Attention:
         known = {n: arguments.pop(n, None) for n in ("scale", "q_offset", "kv_lens", "sinks")}
         return self._check(q, k, v, **known, data=arguments)
 
+    @cached_property
+    def _mask_program(self) -> Program:
+        """What decides schedules."""
+        given = self._program
+        plain = given.score is None and given.softcap is None and not given.sinks
+        return given if plain and given.heads is None else Program(given.mask)
+
     def _check(self, q: Any, k: Any, v: Any, *, data: dict[str, Any], **arguments: Any) -> Call:
-        text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments, **data})
-        for name in data:
+        text = self._text(q, k, v, **arguments, **data)
+        return check(self._program, text, q, k, v, data=data, **arguments)
+
+    def _text(self, q: Any, k: Any, v: Any, **arguments: Any) -> CallText:
+        """The call, for errors; refuses what isn't here yet. Raises FlashgenError."""
+        text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments})
+        for name in arguments:
             if name in _LATER:
                 raise FlashgenError(
                     f"{_LATER[name]} isn't part of this version",
                     call=text,
                     write="dense tensors [B, H, S, D], with kv_lens for padded keys",
                 )
-        return check(self._program, text, q, k, v, data=data, **arguments)
+        return text
 
     def _planned(self, call: Call, block: tuple[int, int] | None, planner: Planner) -> Schedule:
         if block is None:

@@ -176,6 +176,12 @@ def unaligned_pointers(arguments: Iterable[str], spec: Spec) -> list[str]:
     return [name for name in map(bare, arguments) if name in read]
 
 
+def used_in(names: Iterable[str], body: str) -> list[str]:
+    """Those of the names that a function's body reads: what it has to be given."""
+    words = set(re.findall(r"\w+", body))
+    return [name for name in names if bare(name) in words]
+
+
 def _is_pointer(argument: str) -> bool:
     return bare(argument).endswith("_ptr") or argument in _SCHEDULE
 

@@ -16,6 +16,7 @@ from .emit import (
     parts_of,
     taken_names,
     unaligned_pointers,
+    used_in,
 )
 from .expr import Expr, const, leaves, make
 from .layout import tidy
@@ -143,7 +144,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
             kv_lens=variant.kv_lens,
             offset=variant.offset,
             uses_q_idx="q_idx" in indices,
-            used_in=_used_in,
+            used_in=used_in,
         )
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
@@ -151,11 +152,6 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
     )
     arguments = (tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys))
     return Module(f"{name}_bwd", tidy(text), *arguments)
-
-
-def _used_in(names: tuple[str, ...], body: str) -> list[str]:
-    words = set(re.findall(r"\w+", body))
-    return [name for name in names if bare(name) in words]
 
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +19,7 @@ from .emit import (
     taken_names,
     tidy,
     unaligned_pointers,
+    used_in,
 )
 from .expr import Expr, cast, leaves
 from .lower import Lowered, Widths, lower
@@ -28,40 +30,79 @@ TEMPLATE = "plan.py.j2"
 
 @dataclass(frozen=True)
 class Summary:
-    """One one-sided expression, and how its least and greatest values are kept."""
+    """One one-sided expression, and where its least and greatest values over a tile are kept.
+
+    Those of a dtype share a buffer [slots, tiles of queries and of keys, 2]; a query's and a
+    key's may have the same slot."""
 
     name: str
     side: str
     expr: Expr
     dtype: torch.dtype
+    slot: int
     value: str = ""
 
     @property
     def truth(self) -> str:
         return " != 0" if self.expr.kind == "bool" else ""
 
+    @property
+    def buffer(self) -> str:
+        return _buffer(self.dtype)
+
+    @property
+    def at(self) -> str:
+        return f"at + {2 * self.slot} * programs" if self.slot else "at"
+
+
+def _buffer(dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}_summaries_ptr"
+
 
 @dataclass(frozen=True)
 class Side:
-    """The summary kernel of queries or of keys."""
+    """The function that summarises a tile of queries or of keys.
+
+    `known`: names it may read; `place` and `sizes`: where its tile is, and how large."""
 
     name: str
     title: str
-    arguments: tuple[str, ...]
-    unspecialized: tuple[str, ...]
-    unaligned: tuple[str, ...]
+    known: tuple[str, ...]
+    place: tuple[str, ...]
+    sizes: tuple[str, ...]
     lines: tuple[str, ...]
     summaries: tuple[Summary, ...]
     reads: frozenset[str]
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel's arguments, and what Triton is told of them."""
+
+    arguments: tuple[str, ...]
+    unspecialized: tuple[str, ...]
+    unaligned: tuple[str, ...]
+
+    @staticmethod
+    def of(arguments: list[str], spec: Spec) -> Kernel:
+        typed = tuple(bare(a) for a in arguments if ":" in a)
+        return Kernel(tuple(arguments), typed, tuple(unaligned_pointers(arguments, spec)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(bare, self.arguments))
+
+
+@dataclass(frozen=True)
 class PlanModule:
-    """The generated planning module, and what its kernels take."""
+    """The generated planning module, what its kernels take, and the buffers between them.
+
+    `summarize` are the arguments of the first kernel, empty if nothing is summarised; `buffers`
+    the name, dtype and number of slots of each buffer."""
 
     generated: Generated
-    sides: tuple[Side, ...]
-    summaries: tuple[Summary, ...]
+    summarize: tuple[str, ...]
+    buffers: tuple[tuple[str, torch.dtype, int], ...]
 
 
 def plan_module(spec: Spec, variant: Variant) -> PlanModule:
@@ -69,20 +110,21 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
     assert spec.mask is not None
     rule = tile_rule(spec.mask)
     summaries = _summaries(rule, spec, variant)
+    slots: dict[torch.dtype, int] = {}
+    for summary in summaries:
+        slots[summary.dtype] = max(slots.get(summary.dtype, 0), summary.slot + 1)
+    buffers = tuple((_buffer(dtype), dtype, count) for dtype, count in slots.items())
     position = _position_arguments(variant)
     data = data_arguments(spec, variant)
-    sides = tuple(_side(s, summaries, spec, variant, position, data) for s in ("q", "kv"))
+    pointers = [name for name, _, _ in buffers]
+    tiles = ["q_tiles: tl.int32", "kv_tiles: tl.int32", "grids: tl.int32"]
+    summarize = Kernel.of([*pointers, *tiles, *position, *data], spec)
+    sides = tuple(_side(s, summaries, spec, variant, summarize.names) for s in ("q", "kv"))
     sides = tuple(side for side in sides if side.summaries)
     rules = _lower([rule.may, rule.must], spec, variant, _tiles(rule, summaries))
     mask = _lower([spec.mask], spec, variant, {})
-    arguments = [
-        "states_ptr",
-        *(f"{s.name}_{end}_ptr" for s in summaries for end in ("min", "max")),
-        "q_tiles: tl.int32",
-        "kv_tiles: tl.int32",
-        *position,
-        *data,
-    ]
+    results = ["states_ptr", "counts_ptr", "masked_ptr", "full_ptr", "width: tl.int32"]
+    classify = Kernel.of([*results, *pointers, *tiles, *position, *data], spec)
     names = [bare(a) for a in data]
     helpers = rules.helpers | mask.helpers
     text = (
@@ -92,10 +134,13 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
             header=header(spec, ""),
             helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
             sides=sides,
+            calls=[],
+            used_in=used_in,
+            summarize=summarize,
             summaries=summaries,
-            unaligned=unaligned_pointers(arguments, spec),
-            unspecialized=[bare(a) for a in arguments if ":" in a],
-            arguments=arguments,
+            unaligned=classify.unaligned,
+            unspecialized=classify.unspecialized,
+            arguments=classify.arguments,
             data_names=names,
             mask=str(spec.mask),
             allowed_lines=mask.statements[0],
@@ -110,8 +155,8 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
             v_head_dim=0,
         )
     )
-    generated = Generated(f"{spec.slug}_plan", tidy(text), tuple(bare(a) for a in arguments))
-    return PlanModule(generated, sides, summaries)
+    generated = Generated(f"{spec.slug}_plan", tidy(text), classify.names)
+    return PlanModule(generated, summarize.names if sides else (), buffers)
 
 
 def _position_arguments(variant: Variant) -> list[str]:
@@ -128,14 +173,18 @@ def _summaries(rule: TileRule, spec: Spec, variant: Variant) -> tuple[Summary, .
     """Each distinct summarised expression once; bare positions need none."""
     widths = Widths({t.name: t.dtype for t in spec.tensors}, variant.wide)
     found: dict[tuple[str, Expr], Summary] = {}
+    slots: Counter[tuple[str, torch.dtype]] = Counter()
     for node in rule.summaries:
         side, expr = node.attr[0], node.args[0]
+        if (side, expr) in found:
+            continue
         if expr.kind == "float":
             dtype = torch.float32
         else:
             dtype = torch.int64 if widths.is_wide(expr) else torch.int32
         name = f"{side}_summary_{sum(s == side for s, _ in found)}"
-        found.setdefault((side, expr), Summary(name, side, expr, dtype))
+        found[side, expr] = Summary(name, side, expr, dtype, slots[side, dtype])
+        slots[side, dtype] += 1
     return tuple(found.values())
 
 
@@ -171,24 +220,22 @@ def _side(
     summaries: tuple[Summary, ...],
     spec: Spec,
     variant: Variant,
-    position: list[str],
-    data: list[str],
+    known: tuple[str, ...],
 ) -> Side:
     mine = [s for s in summaries if s.side == name]
     values = [s.expr if s.expr.kind != "bool" else cast(s.expr, "int") for s in mine]
     lowered = _lower(values, spec, variant, {})
-    pointers = [f"{s.name}_{end}_ptr" for s in mine for end in ("min", "max")]
-    arguments = [*pointers, "tiles: tl.int32", *position, *data]
     spelled = tuple(
-        Summary(s.name, name, s.expr, s.dtype, _spread_nan(s, text))
+        replace(s, value=_spread_nan(s, text))
         for s, text in zip(mine, lowered.results, strict=True)
     )
+    is_q = name == "q"
     return Side(
         name,
-        {"q": "queries", "kv": "keys"}[name],
-        tuple(arguments),
-        tuple(bare(a) for a in arguments if ":" in a),
-        tuple(unaligned_pointers(arguments, spec)),
+        "queries" if is_q else "keys",
+        ("at", "programs", *known),
+        ("index", "q_tiles") if is_q else ("index - q_programs", "kv_tiles"),
+        ("TILE_M", "BLOCK_M") if is_q else ("TILE_N", "BLOCK_N"),
         lowered.statements[0],
         spelled,
         _batch_indices(mine, variant),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import cache, emit
-from .emit_plan import PlanModule, Side, plan_module
+from .emit_plan import PlanModule, plan_module
 from .geometry import Geometry
 from .kernel_names import spell
 from .launch import data_values, key_parts, launch, position_values, variant_of
@@ -20,7 +20,7 @@ from .tiling import Tiling
 
 _TILING = Tiling(0, 0, 4, 1)
 # Tiles that a program looks at together; the same for every length.
-_CHUNK = 64
+CHUNK = 128
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,7 +42,7 @@ def compaction() -> emit.Generated:
     text = template.render(header="# flashgen: runs of tiles")
     arguments = (
         "states_ptr", "counts_ptr", "masked_ptr", "full_ptr", "step", "row_step", "grid_step",
-        "rows", "tiles", "heads", "kv_len", "kv_lens_ptr", "masked_width", "full_width",
+        "rows", "tiles", "heads", "kv_len", "kv_lens_ptr", "width",
     )  # fmt: skip
     return emit.Generated("compact", emit.tidy(text), arguments)
 
@@ -57,16 +57,27 @@ def plan(
     bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner
 ) -> tuple[torch.Tensor, Runs]:
     """The states of all tiles and the runs along the rows, without waiting for the device."""
-    bound = spell(bound)
     grid = grid_of(bound, geometry, block)
     states = torch.empty(grid, dtype=torch.int8, device=geometry.device)
-    if states.numel():
-        if bound.spec.mask is None:
-            _fill(states, geometry, block)
-        else:
-            _classify(states, bound, geometry, block, planner)
-    capacity = run_capacity(bound.spec.mask, grid[3])
-    return states, compact(states, geometry.kv_len, geometry.kv_lens, block[1], capacity)
+    runs = _runs(grid[:3], run_capacity(bound.spec.mask, grid[3]), geometry.device)
+    if not states.numel():
+        _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+    elif bound.spec.mask is None:
+        _fill(states, geometry, block)
+        _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+    else:
+        _classify(states, runs, spell(bound), geometry, block, planner)
+        if grid[3] > CHUNK:
+            _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+    return states, runs
+
+
+def _runs(shape: tuple[int, ...], capacity: int, device: torch.device) -> Runs:
+    """Buffers for rows of so many runs; a kernel reads three more."""
+    counts = torch.empty((*shape, 3), dtype=torch.int32, device=device)
+    size = (*shape, capacity + 3, 2)
+    masked, full = (torch.empty(size, dtype=torch.int32, device=device) for _ in range(2))
+    return Runs(counts, masked, full)
 
 
 def _fill(states: torch.Tensor, geometry: Geometry, block: tuple[int, int]) -> None:
@@ -80,51 +91,39 @@ def _fill(states: torch.Tensor, geometry: Geometry, block: tuple[int, int]) -> N
 
 def _classify(
     states: torch.Tensor,
+    runs: Runs,
     bound: Bound,
     geometry: Geometry,
     block: tuple[int, int],
     planner: Planner,
 ) -> None:
+    """Write the states, and the runs of rows of at most CHUNK tiles."""
     module, made = _module(bound.spec, variant_of(bound, geometry, 0, 0), key_parts())
     batch, heads, q_tiles, kv_tiles = states.shape
+    grids, width = batch * heads, 1 << (block[1] - 1).bit_length()
     values = {
-        **position_values(geometry),
-        **data_values(bound),
-        "states_ptr": states,
-        "q_tiles": q_tiles,
-        "kv_tiles": kv_tiles,
-        "heads": heads,
+        **position_values(geometry), **data_values(bound),
+        "states_ptr": states, "counts_ptr": runs.counts,
+        "masked_ptr": runs.masked, "full_ptr": runs.full, "width": runs.masked.shape[-2],
+        "q_tiles": q_tiles, "kv_tiles": kv_tiles, "grids": grids, "heads": heads,
         "group": geometry.group,
-    }
-    for side in made.sides:
-        tiles, size = (q_tiles, block[0]) if side.name == "q" else (kv_tiles, block[1])
-        values |= _summarize(module, side, values, batch * heads, tiles, size)
+    }  # fmt: skip
+    if made.summarize:
+        programs = grids * (q_tiles + kv_tiles)
+        for name, dtype, slots in made.buffers:
+            values[name] = torch.empty(2 * slots * programs, dtype=dtype, device=states.device)
+        tiles = {"TILE_M": block[0], "TILE_N": block[1], "BLOCK_N": width}
+        tiles["BLOCK_M"] = 1 << (block[0] - 1).bit_length()
+        launch(module.summarize, made.summarize, values, tiles, _TILING, programs)
     constants = {
         "TILE_M": block[0],
         "TILE_N": block[1],
-        "BLOCK_N": 1 << (block[1] - 1).bit_length(),
-        "CHUNK": _CHUNK,
+        "BLOCK_N": width,
+        "CHUNK": CHUNK,
         "ELEMENTS": planner != "bounds",
     }
-    programs = batch * heads * q_tiles * -(-kv_tiles // _CHUNK)
+    programs = grids * q_tiles * -(-kv_tiles // CHUNK)
     launch(module.classify, made.generated.arguments, values, constants, _TILING, programs)
-
-
-def _summarize(
-    module: Any, side: Side, values: dict[str, Any], grids: int, tiles: int, size: int
-) -> dict[str, torch.Tensor]:
-    device = values["states_ptr"].device
-    summaries = {
-        f"{s.name}_{end}_ptr": torch.empty(grids * tiles, dtype=s.dtype, device=device)
-        for s in side.summaries
-        for end in ("min", "max")
-    }
-    kernel = getattr(module, f"summarize_{side.name}")
-    constants = {"TILE": size, "BLOCK": 1 << (size - 1).bit_length()}
-    arguments = tuple(emit.bare(a) for a in side.arguments)
-    every = {**values, **summaries, "tiles": tiles}
-    launch(kernel, arguments, every, constants, _TILING, grids * tiles)
-    return summaries
 
 
 def compact(
@@ -137,29 +136,37 @@ def compact(
 ) -> Runs:
     """Runs along the rows of the states; `by_key`: along their columns."""
     batch, heads, q_tiles, kv_tiles = states.shape
+    rows = kv_tiles if by_key else q_tiles
+    runs = _runs((batch, heads, rows), capacity, states.device)
+    _compact(states, kv_len, kv_lens, tile_n, runs, by_key)
+    return runs
+
+
+def _compact(
+    states: torch.Tensor,
+    kv_len: int,
+    kv_lens: torch.Tensor | None,
+    tile_n: int,
+    runs: Runs,
+    by_key: bool = False,
+) -> None:
+    batch, heads, q_tiles, kv_tiles = states.shape
     rows, tiles = (kv_tiles, q_tiles) if by_key else (q_tiles, kv_tiles)
-    shape = (batch, heads, rows)
-    counts = torch.empty((*shape, 3), dtype=torch.int32, device=states.device)
-    masked, full = (
-        torch.empty((*shape, capacity + 3, 2), dtype=torch.int32, device=states.device)
-        for _ in range(2)
-    )
-    steps = (kv_tiles, 1) if by_key else (1, kv_tiles)
     values = {
-        "states_ptr": states, "counts_ptr": counts, "masked_ptr": masked, "full_ptr": full,
-        "step": steps[0], "row_step": steps[1], "grid_step": q_tiles * kv_tiles,
+        "states_ptr": states, "counts_ptr": runs.counts,
+        "masked_ptr": runs.masked, "full_ptr": runs.full, "width": runs.masked.shape[-2],
+        "step": kv_tiles if by_key else 1, "row_step": 1 if by_key else kv_tiles,
+        "grid_step": q_tiles * kv_tiles,
         "rows": rows, "tiles": tiles, "heads": heads, "kv_len": kv_len,
         "kv_lens_ptr": states if kv_lens is None else kv_lens,
-        "masked_width": capacity + 3, "full_width": capacity + 3,
     }  # fmt: skip
     constants = {
         "HAS_LENS": kv_lens is not None,
         "TILE_N": tile_n,
         "BY_KEY": by_key,
-        "CHUNK": _CHUNK,
+        "CHUNK": CHUNK,
     }
     programs = batch * heads * rows
     if programs:
         kernel = _compaction(key_parts())
         launch(kernel, compaction().arguments, values, constants, _TILING, programs)
-    return Runs(counts, masked, full)

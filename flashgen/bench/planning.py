@@ -1,69 +1,184 @@
-"""Making schedules on a GPU: time, density and memory, beside a compiled `create_block_mask`."""
+"""Making schedules on a GPU: time, density and memory, beside a compiled `create_block_mask`.
+
+Each mask of flashgen.masks has a process of its own. All compile first, at the same time; then
+one after the other measures, so that nothing else runs."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import api
+from ..call import CallText
 from ..errors import FlashgenError
-from .gpu import masks, milliseconds
+from ..schedule import Schedule
+from ..spec import Mask
+from .mask_functions import mask_function
 from .measure import Times
 from .table import Row, rows_of
 
 LENGTHS = (8192, 32768, 131072)
-# Beside create_block_mask, whose compilation takes seconds for each mask and length.
-COMPARED = ("causal", "causal document", "shared question", "random eviction")
 TILE = (128, 128)
+PEER, OURS = "create_block_mask", "flashgen"
+MATRICES = ("dense_table", "tree")
+# Seconds that all masks may take to compile, and a maker to be timed in a round.
+PATIENCE, SHARE = 120.0, 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One maker on one mask and length: milliseconds, and bytes allocated at most."""
+
+    times: Times
+    peak: int
+
+    def __str__(self) -> str:
+        return f"{self.times.forward_ms:.3f} ms, {self.peak / 2**20:.2f} MiB"
 
 
 def title() -> str:
     """What was measured, and on what."""
-    return f"schedules of {TILE[0]}x{TILE[1]} tiles, ms on {torch.cuda.get_device_name()}"
+    return (
+        f"schedules of {TILE[0]}x{TILE[1]} tiles, ms a call from an idle device, "
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    )
 
 
 def run(rounds: int) -> list[Row]:
     """A row for each mask and length; density and memory stand in the name of the work."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench planning", write="bench cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+    masks = importlib.import_module("flashgen.masks")
+    return measure([n for n in masks.EXAMPLES if isinstance(getattr(masks, n), Mask)], rounds)
+
+
+def measure(names: list[str], rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+    """The rows of some masks."""
+    # Workers compile beside each other, not each on all cores.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    spawn = multiprocessing.get_context("spawn")
+    slots = spawn.Semaphore(max(1, (os.cpu_count() or 2) - 2))
+    shared = (rounds, slots, spawn.Barrier(len(names)), spawn.Lock(), spawn.Queue())
+    workers = [spawn.Process(target=_work, args=(name, lengths, *shared)) for name in names]
+    for worker in workers:
+        worker.start()
+    rows = [row for _ in workers for row in shared[-1].get(timeout=2 * PATIENCE)]
+    for worker in workers:
+        worker.join()
+    return sorted(rows, key=lambda row: names.index(row.work.partition(",")[0]))
+
+
+def _work(
+    name: str, lengths: Sequence[int], rounds: int, slots: Any, gate: Any, lock: Any, results: Any
+) -> None:
+    """One mask: compile everything, wait for the others, then measure alone."""
+    torch._dynamo.config.recompile_limit = 64
+    makers: dict[int, dict[str, Callable[[], Any]]] = {}
     rows: list[Row] = []
-    for length in LENGTHS:
-        for name, mask in masks(length, device).items():
-            if mask is not None:
-                rows += _measure(name, mask, length, device, min(rounds, 3))
-    return rows
+    # Matrices of all pairs are read, not planned without them: the shortest length is enough.
+    lengths = lengths[:1] if name in MATRICES else lengths
+    try:
+        with slots:
+            for length in lengths:
+                makers[length] = dict(_makers(name, length))
+    except Exception as error:
+        _report(f"{name}: {type(error).__name__}: {error}"[:400])
+    with contextlib.suppress(threading.BrokenBarrierError):
+        gate.wait(PATIENCE)
+    with lock:
+        for length, pair in makers.items():
+            rows += _rows(f"{name}, S={length}", pair, rounds)
+    results.put(rows)
 
 
-def _measure(name: str, mask: Any, length: int, device: torch.device, rounds: int) -> list[Row]:
+def _report(line: str) -> None:
+    """Say at once what is known: the table comes at the end."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _makers(name: str, length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What makes the schedule, after a first call; the peer's where it compiles."""
+    masks = importlib.import_module("flashgen.masks")
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = masks.EXAMPLES[name](length, torch.Generator().manual_seed(0))
+    attend = api.Attention(mask=getattr(masks, name)(**data).to(device))
     q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device=device)
+    bound = attend._program.bind({}, CallText(name, {}))
+    function = mask_function(bound, length, length)
 
-    def ours() -> Any:
-        # A new object each time: schedules of masks without data are kept, and would cost nothing.
-        return api.Attention(mask=mask).schedule(q, q, q, block_size=TILE)
+    def ours() -> Schedule:
+        # Schedules of masks without data are kept, and would cost nothing.
+        attend._kept.clear()
+        return attend.schedule(q, q, q_offset=0, block_size=TILE)
 
-    makers: dict[str, Callable[[], Any]] = {"flashgen": ours}
-    if name in COMPARED and length <= LENGTHS[-1]:
-        makers = {"create_block_mask": _block_mask(mask, length, device), **makers}
-    density = ours().density
-    times, peaks = {}, {}
-    for who, make in makers.items():
-        make()
-        times[who] = Times(statistics.median(milliseconds(make) for _ in range(rounds)))
-        peaks[who] = _peak(make)
-    memory = ", ".join(f"{who} {peak / 2**20:.1f} MiB" for who, peak in peaks.items())
-    return rows_of(f"{name}, S={length}, density {density:.4f}; peak {memory}", times)
+    def peer() -> Any:
+        return compiled(
+            function, 1, 1, length, length, device=str(device), BLOCK_SIZE=TILE, _compile=False
+        )
 
-
-def _block_mask(mask: Any, length: int, device: torch.device) -> Callable[[], Any]:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    torch._dynamo.reset()
-    compiled = torch.compile(create_block_mask)
-    return lambda: compiled(mask, 1, 1, length, length, device=str(device), BLOCK_SIZE=TILE)
+    compiled = torch.compile(create_block_mask, dynamic=False)
+    makers = {OURS: ours, PEER: peer}
+    for who, make in makers.items():
+        try:
+            make()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            _report(f"{name}, S={length}: {who}: {lines[0][:300]}")
+            continue
+        yield who, make
+
+
+def _rows(work: str, makers: dict[str, Callable[[], Any]], rounds: int) -> list[Row]:
+    """Measure the makers of one mask and length, and compare what they make."""
+    if OURS not in makers:
+        return []
+    schedule = makers[OURS]()
+    found = {who: Measured(_time(make, rounds), _peak(make)) for who, make in makers.items()}
+    notes = [f"{who} {measured}" for who, measured in found.items()]
+    if PEER in makers:
+        notes.append(_difference(schedule, makers[PEER]()))
+    work = f"{work}, density {schedule.density:.4f}"
+    _report(f"{work}: {'; '.join(notes)}")
+    memory = ", ".join(f"{who} {one.peak / 2**20:.2f} MiB" for who, one in found.items())
+    order = [who for who in (PEER, OURS) if who in found]
+    return rows_of(f"{work}; peak {memory}; {notes[-1]}", {who: found[who].times for who in order})
+
+
+def _difference(schedule: Schedule, block_mask: Any) -> str:
+    """Whether both found the same number of partial and of full tiles in every row."""
+    pairs = [
+        (schedule.kv_num_blocks, block_mask.kv_num_blocks),
+        (schedule.full_kv_num_blocks, block_mask.full_kv_num_blocks),
+    ]
+    off = [int((mine[:, :1] - theirs).abs().sum()) for mine, theirs in pairs]
+    return "the same tiles" if not any(off) else f"{off[0]} partial and {off[1]} full tiles differ"
+
+
+def _time(make: Callable[[], Any], rounds: int) -> Times:
+    """The median of single calls that start and end with an idle device."""
+    seconds: list[float] = []
+    end = time.perf_counter() + SHARE * rounds
+    while len(seconds) < 3 or time.perf_counter() < end:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        kept = make()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        del kept
+    return Times(1e3 * statistics.median(seconds))
 
 
 def _peak(make: Callable[[], Any]) -> int:

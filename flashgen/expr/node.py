@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,6 +82,7 @@ def extent(expr: Expr) -> tuple[int, int]:
     return sizes[expr]
 
 
+@functools.lru_cache(maxsize=4096)
 def leaves(expr: Expr | None, op: str) -> frozenset[str]:
     """The names (`attr`) of all nodes of one operation: indices, scalars or loaded tensors."""
     if expr is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ def run_capacity(mask: Expr | None, tiles: int) -> int:
     return most if changes is None else min(most, 2 * changes + 2)
 
 
+@functools.lru_cache(maxsize=1024)
 def _changes(mask: Expr) -> int | None:
     """How many comparisons with the key's position a mask has; None if it reads keys otherwise."""
     count = 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from ..errors import FlashgenError
-from ..expr import Env, Expr, evaluate, leaves, walk
+from ..expr import Env, Expr, evaluate, leaves
 from .spec import Bound, Spec
 
 BROADCAST = ("b", "h", "h_kv")
@@ -48,7 +49,7 @@ def _check_not_empty(bound: Bound, extents: Mapping[str, int | None], call: obje
     """An index is clamped to what there is, so there must be something."""
     if any(extents[name] == 0 for name in ("b", "h", "kv_idx")):
         return
-    for node in _exprs(bound.spec):
+    for node in bound.spec.nodes:
         if node.op == "load" and not bound.tensors[node.attr].numel():
             raise FlashgenError(
                 f"{node.attr} has shape {list(bound.tensors[node.attr].shape)}: there is nothing "
@@ -71,34 +72,38 @@ def _length_error(
     )
 
 
-def _exprs(spec: Spec) -> Iterator[Expr]:
-    for expr in (spec.mask, spec.score):
-        if expr is not None:
-            yield from walk(expr)
-
-
-def _bare_dimensions(spec: Spec) -> list[tuple[str, int, str]]:
+@functools.lru_cache(maxsize=1024)
+def _bare_dimensions(spec: Spec) -> tuple[tuple[str, int, str], ...]:
     found: dict[tuple[str, int, str], None] = {}
-    for node in _exprs(spec):
+    for node in spec.nodes:
         if node.op == "load":
             for dim, position in enumerate(node.args):
                 if position.op == "index":
                     found[node.attr, dim, position.attr] = None
-    return list(found)
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _host_divisors(spec: Spec) -> tuple[Expr, ...]:
+    """Divisions of integers by what is made of scalars only."""
+    return tuple(
+        node
+        for node in spec.nodes
+        if node.op in ("floordiv", "mod")
+        and node.kind == "int"
+        and leaves(node.args[1], "scalar")
+        and not any(leaves(node.args[1], op) for op in ("index", "load", "score", "size"))
+    )
 
 
 def _check_divisors(bound: Bound, device: torch.device, call: object) -> None:
     """A divisor made of scalars only is known on the host, and must not be zero."""
-    for node in _exprs(bound.spec):
-        if node.op not in ("floordiv", "mod") or node.kind != "int":
-            continue
+    for node in _host_divisors(bound.spec):
         divisor = node.args[1]
-        names = leaves(divisor, "scalar")
-        if not names or any(leaves(divisor, op) for op in ("index", "load", "score", "size")):
-            continue
         env = Env({"b": torch.zeros((), dtype=torch.int64)}, scalars=dict(bound.scalars))
         if not evaluate(divisor, env).item():
-            given = ", ".join(f"{n}={bound.scalars[n]}" for n in sorted(names))
+            names = sorted(leaves(divisor, "scalar"))
+            given = ", ".join(f"{n}={bound.scalars[n]}" for n in names)
             raise FlashgenError(
                 f"{node} divides by zero, as {given}", call=call, write="a divisor that isn't zero"
             )

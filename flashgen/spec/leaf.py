@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -58,14 +59,14 @@ class Leaf:
     def public(self, parameter: Parameter) -> str:
         return self.names.get(parameter.name, parameter.name)
 
-    @property
+    @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(self._argument(p) for p in self.function.arguments)
 
     def _argument(self, parameter: Parameter) -> Argument:
         return Argument(self.public(parameter), parameter.type, parameter.role == "const")
 
-    @property
+    @functools.cached_property
     def defaults(self) -> frozenset[str]:
         """Names whose value is the function's own default, so that a call may still give them."""
         return frozenset(
@@ -75,12 +76,12 @@ class Leaf:
             and self.bound.get(p.name, None) is p.default
         )
 
-    @property
+    @functools.cached_property
     def free(self) -> tuple[Argument, ...]:
         taken = {self.names.get(own, own) for own in self.bound} - self.defaults
         return tuple(a for a in self.arguments if a.name not in taken)
 
-    @property
+    @functools.cached_property
     def required(self) -> tuple[Argument, ...]:
         taken = {self.names.get(own, own) for own in self.bound}
         return tuple(a for a in self.arguments if a.name not in taken)
@@ -110,13 +111,16 @@ class Leaf:
             self._traces[key] = trace(self.function, types, wants=self.wants, names=names)
         return self._traces[key]
 
+    @functools.cached_property
+    def _checked(self) -> tuple[str, ...]:
+        """The function's own names of what the mask's check asks for."""
+        return () if self.check is None else tuple(inspect.signature(self.check).parameters)
+
     def run_check(self, values: Mapping[str, Any], call: object) -> None:
         """Run the mask's own check, on values by the function's own names, once all that it asks
         for is known. Raises FlashgenError."""
-        if self.check is None:
-            return
-        wanted = inspect.signature(self.check).parameters
-        if not all(name in values for name in wanted):
+        wanted = self._checked
+        if self.check is None or not all(name in values for name in wanted):
             return
         try:
             self.check(**{name: values[name] for name in wanted})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,24 +37,24 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (self.mask, self.score, self.softcap, self.sinks, self.heads)
 
-    @property
+    @cached_property
     def name(self) -> str:
         parts = [self.mask.name if self.mask is not None else "full"]
         if self.score is not None:
             parts.append(self.score.function.name)
         return " + ".join(parts)
 
-    @property
+    @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         masks = self.mask.leaves if self.mask is not None else ()
         return (*masks, self.score) if self.score is not None else masks
 
-    @property
+    @cached_property
     def params(self) -> tuple[Argument, ...]:
         """What a call may give, each name once."""
         return tuple({a.name: a for leaf in self.leaves for a in leaf.free}.values())
 
-    @property
+    @cached_property
     def flex_function(self) -> str | None:
         """The name of a function in FlexAttention's form, if the declaration has one."""
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)

@@ -63,6 +63,10 @@ class Spec:
         """Names the spec in registries and schedules; equal for equal expressions."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    def __hash__(self) -> int:
+        # By the digest, which is kept: specs are keys of every cache on the way of a call.
+        return hash(self.digest)
+
     @cached_property
     def mask_digest(self) -> str:
         """Names the mask alone: layers with different scores share a schedule."""
@@ -81,7 +85,13 @@ class Spec:
 
     def uses(self, *names: str) -> bool:
         """Whether the mask reads one of these indices."""
-        return bool(leaves(self.mask, "index") & set(names))
+        return not leaves(self.mask, "index").isdisjoint(names)
+
+    @cached_property
+    def nodes(self) -> tuple[Expr, ...]:
+        """Every distinct node of the mask and of the score function."""
+        exprs = [expr for expr in (self.mask, self.score) if expr is not None]
+        return tuple(dict.fromkeys(node for expr in exprs for node in walk(expr)))
 
     @cached_property
     def slug(self) -> str:

@@ -130,6 +130,8 @@ def queries(length: int, batch: int = 2, heads: int = 4, head_dim: int = 64) -> 
 
 
 LENGTHS = (1, 2, 15, 16, 17, 31, 48, 63, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 272, 600)
+# Rows of more tiles than one program of the planner sees have their runs written by another kernel.
+LENGTHS = (*LENGTHS, (plan.CHUNK + 1) * 64)
 
 
 def test_lengths_and_windows_compile_once(launches):
@@ -158,8 +160,8 @@ def test_a_window_beyond_32_bits_compiles_once_more(launches):
     narrow = binaries(launches)
     for window in (2**30, 2**31, 2**32 + 1, 2**62):
         run(attend, queries(64), window=window)
-    assert narrow == {"attention_forward": 1, "classify": 1, "compact": 1}
-    assert binaries(launches) == {"attention_forward": 2, "classify": 2, "compact": 1}
+    assert narrow == {"attention_forward": 1, "classify": 1}
+    assert binaries(launches) == {"attention_forward": 2, "classify": 2}
 
 
 def test_documents_of_other_lengths_and_strides_compile_once(launches):
@@ -170,9 +172,7 @@ def test_documents_of_other_lengths_and_strides_compile_once(launches):
         views = (doc[:, 1 : length + 1], doc[:, :length], doc[:1, 3:].expand(2, -1), doc.T[3:].T)
         run(attend, queries(length), doc=views[number % 4])
     assert compiles(launches) == once(launches)
-    assert set(once(launches)) == {
-        *("summarize_q", "summarize_kv", "classify", "compact", "attention_forward")
-    }
+    assert set(once(launches)) == {*("summarize", "classify", "compact", "attention_forward")}
 
 
 @pytest.mark.parametrize("value", EDGES)

@@ -51,10 +51,46 @@ def write_runs(
     return runs, members, low, high
 
 
+@triton.jit
+def write_row(
+    states_ptr, step, tiles, row, kv_len, index, counts_ptr, masked_ptr, full_ptr, width,
+    TILE_N: tl.constexpr, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Runs and counts of one row of tiles, the one at `index` of the lists."""
+    masked_ptr += index.to(tl.int64) * (2 * width)
+    full_ptr += index.to(tl.int64) * (2 * width)
+    runs, masked, low, high = write_runs(
+        states_ptr, step, tiles, row, kv_len, masked_ptr, width, False, TILE_N, BY_KEY, CHUNK
+    )
+    full_runs, full, full_low, full_high = write_runs(
+        states_ptr, step, tiles, row, kv_len, full_ptr, width, True, TILE_N, BY_KEY, CHUNK
+    )
+    # More runs than there is room for: one run over everything, masked element by element.
+    if (runs > width - 2) | (full_runs > width - 2):
+        low = tl.minimum(low, full_low)
+        high = tl.maximum(high, full_high)
+        tl.debug_barrier()
+        tl.store(masked_ptr, low)
+        tl.store(masked_ptr + 1, high)
+        tl.store(masked_ptr + 2 + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        tl.store(full_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        masked = high - low
+        full = 0
+    counts_ptr += 3 * index.to(tl.int64)
+    tl.store(counts_ptr, masked)
+    tl.store(counts_ptr + 1, full)
+    ragged = 0
+    if not BY_KEY:
+        last = kv_len // TILE_N
+        is_ragged = (kv_len % TILE_N != 0) & (last < tiles)
+        state = tl.load(states_ptr + last * step, mask=is_ragged, other=0)
+        ragged = (state != 0).to(tl.int32)
+    tl.store(counts_ptr + 2, ragged)
+
+
 @triton.jit(
     do_not_specialize=[
-        "step", "row_step", "grid_step", "rows", "tiles", "heads", "kv_len", "masked_width",
-        "full_width"
+        "step", "row_step", "grid_step", "rows", "tiles", "heads", "kv_len", "width"
     ],
     do_not_specialize_on_alignment=["kv_lens_ptr"],
 )
@@ -71,44 +107,19 @@ def compact(
     heads: tl.int32,
     kv_len: tl.int32,
     kv_lens_ptr,
-    masked_width: tl.int32,
-    full_width: tl.int32,
+    width: tl.int32,
     HAS_LENS: tl.constexpr,
     TILE_N: tl.constexpr,
     BY_KEY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    row = tl.program_id(0) % rows
-    grid = tl.program_id(0) // rows
+    index = tl.program_id(0)
+    row = index % rows
+    grid = index // rows
     if HAS_LENS:
         kv_len = tl.load(kv_lens_ptr + grid // heads)
     states_ptr += grid * grid_step + row * row_step
-    masked_ptr += tl.program_id(0).to(tl.int64) * (2 * masked_width)
-    full_ptr += tl.program_id(0).to(tl.int64) * (2 * full_width)
-    runs, masked, low, high = write_runs(
-        states_ptr, step, tiles, row, kv_len, masked_ptr, masked_width, False, TILE_N, BY_KEY, CHUNK
+    write_row(
+        states_ptr, step, tiles, row, kv_len, index, counts_ptr, masked_ptr, full_ptr, width,
+        TILE_N, BY_KEY, CHUNK,
     )
-    full_runs, full, full_low, full_high = write_runs(
-        states_ptr, step, tiles, row, kv_len, full_ptr, full_width, True, TILE_N, BY_KEY, CHUNK
-    )
-    # More runs than there is room for: one run over everything, masked element by element.
-    if (runs > masked_width - 2) | (full_runs > full_width - 2):
-        low = tl.minimum(low, full_low)
-        high = tl.maximum(high, full_high)
-        tl.debug_barrier()
-        tl.store(masked_ptr, low)
-        tl.store(masked_ptr + 1, high)
-        tl.store(masked_ptr + 2 + tl.arange(0, 4), tl.zeros([4], tl.int32))
-        tl.store(full_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
-        masked = high - low
-        full = 0
-    counts_ptr += 3 * tl.program_id(0).to(tl.int64)
-    tl.store(counts_ptr, masked)
-    tl.store(counts_ptr + 1, full)
-    ragged = 0
-    if not BY_KEY:
-        last = kv_len // TILE_N
-        is_ragged = (kv_len % TILE_N != 0) & (last < tiles)
-        state = tl.load(states_ptr + last * step, mask=is_ragged, other=0)
-        ragged = (state != 0).to(tl.int32)
-    tl.store(counts_ptr + 2, ragged)

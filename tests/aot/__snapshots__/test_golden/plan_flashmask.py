@@ -15,20 +15,47 @@ import triton.language as tl
 FLOAT = tl.constexpr(tl.float32)
 
 
+@triton.jit
+def summarize_kv(
+    index, tiles, at, programs, int32_summaries_ptr, heads, kv_len, columns__ptr,
+    columns__stride_0, columns__size_2, columns__stride_2, columns__size_3, columns__stride_3,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Least and greatest values over one tile of keys."""
+    b = index // tiles // heads
+
+    position = index % tiles * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
+    kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
+    columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
+    columns__kv = tl.load(columns__ptr + b * columns__stride_0 + columns__kv_at * columns__stride_2)
+    columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
+    columns__kv_2 = tl.load(
+        columns__ptr
+        + b * columns__stride_0
+        + columns__kv_at * columns__stride_2
+        + columns__kv_at_2 * columns__stride_3
+    )
+    value = columns__kv + tl.zeros([BLOCK], tl.int32)
+    tl.store(int32_summaries_ptr + at, tl.min(value, 0))
+    tl.store(int32_summaries_ptr + at + 1, tl.max(value, 0))
+    value = columns__kv_2 + tl.zeros([BLOCK], tl.int32)
+    tl.store(int32_summaries_ptr + at + 2 * programs, tl.min(value, 0))
+    tl.store(int32_summaries_ptr + at + 2 * programs + 1, tl.max(value, 0))
+
+
 @triton.jit(
     do_not_specialize=[
-        "tiles", "heads", "group", "q_len", "kv_len", "q_offset", "columns__size_0",
-        "columns__stride_0", "columns__size_1", "columns__stride_1", "columns__size_2",
-        "columns__stride_2", "columns__size_3", "columns__stride_3"
+        "q_tiles", "kv_tiles", "grids", "heads", "group", "q_len", "kv_len", "q_offset",
+        "columns__size_0", "columns__stride_0", "columns__size_1", "columns__stride_1",
+        "columns__size_2", "columns__stride_2", "columns__size_3", "columns__stride_3"
     ],
     do_not_specialize_on_alignment=["columns__ptr"],
 )
-def summarize_kv(
-    kv_summary_0_min_ptr,
-    kv_summary_0_max_ptr,
-    kv_summary_1_min_ptr,
-    kv_summary_1_max_ptr,
-    tiles: tl.int32,
+def summarize(
+    int32_summaries_ptr,
+    q_tiles: tl.int32,
+    kv_tiles: tl.int32,
+    grids: tl.int32,
     heads: tl.int32,
     group: tl.int32,
     q_len: tl.int32,
@@ -43,30 +70,22 @@ def summarize_kv(
     columns__stride_2: tl.int64,
     columns__size_3: tl.int32,
     columns__stride_3: tl.int64,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Least and greatest values over each tile of keys."""
-    tile = tl.program_id(0) % tiles
-    b = tl.program_id(0) // tiles // heads
-
-    position = tile * TILE + tl.minimum(tl.arange(0, BLOCK), TILE - 1)
-    kv_idx = tl.maximum(tl.minimum(position, kv_len - 1), 0)
-    columns__kv_at = tl.minimum(kv_idx, columns__size_2 - 1)
-    columns__kv = tl.load(columns__ptr + b * columns__stride_0 + columns__kv_at * columns__stride_2)
-    columns__kv_at_2 = tl.minimum(1, columns__size_3 - 1)
-    columns__kv_2 = tl.load(
-        columns__ptr
-        + b * columns__stride_0
-        + columns__kv_at * columns__stride_2
-        + columns__kv_at_2 * columns__stride_3
-    )
-    value = columns__kv + tl.zeros([BLOCK], tl.int32)
-    tl.store(kv_summary_0_min_ptr + tl.program_id(0), tl.min(value, 0))
-    tl.store(kv_summary_0_max_ptr + tl.program_id(0), tl.max(value, 0))
-    value = columns__kv_2 + tl.zeros([BLOCK], tl.int32)
-    tl.store(kv_summary_1_min_ptr + tl.program_id(0), tl.min(value, 0))
-    tl.store(kv_summary_1_max_ptr + tl.program_id(0), tl.max(value, 0))
+    """Tiles of queries first, then tiles of keys."""
+    index = tl.program_id(0)
+    q_programs = grids * q_tiles
+    programs = q_programs + grids * kv_tiles
+    at = 2 * index.to(tl.int64)
+    if index >= q_programs:
+        summarize_kv(
+            index - q_programs, kv_tiles, at, programs, int32_summaries_ptr, heads, kv_len,
+            columns__ptr, columns__stride_0, columns__size_2, columns__stride_2, columns__size_3,
+            columns__stride_3, TILE_N, BLOCK_N,
+        )
 
 
 @triton.jit
@@ -89,22 +108,109 @@ def allowed(
     return ~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx)
 
 
+@triton.jit
+def select(
+    state, tile, row, kv_len, FULL: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr
+):
+    """Members of one list. The tile that sticks out of the keys is kept apart from rows of
+    queries; a row of that tile itself is masked throughout."""
+    if BY_KEY:
+        whole = (state == 2) & ((row + 1) * TILE_N <= kv_len)
+        return whole if FULL else (state != 0) & ~whole
+    inside = (tile + 1) * TILE_N <= kv_len
+    return (state == 2) & inside if FULL else (state == 1) & inside
+
+
+@triton.jit
+def write_runs(
+    states_ptr, step, tiles, row, kv_len, runs_ptr, width,
+    FULL: tl.constexpr, TILE_N: tl.constexpr, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Write (first, past the last) of each run, then zeros; return runs, tiles and the span."""
+    runs = 0
+    ended = 0
+    members = 0
+    low = tiles
+    high = 0
+    for start in range(0, tiles + 1, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        state = tl.load(states_ptr + tile * step, mask=tile < tiles, other=0)
+        before = tl.load(states_ptr + (tile - 1) * step, mask=(tile > 0) & (tile <= tiles), other=0)
+        inside = select(state, tile, row, kv_len, FULL, TILE_N, BY_KEY)
+        was_inside = select(before, tile - 1, row, kv_len, FULL, TILE_N, BY_KEY)
+        opens = (inside & ~was_inside).to(tl.int32)
+        closes = (was_inside & ~inside).to(tl.int32)
+        rank = runs + tl.cumsum(opens, 0) - 1
+        tl.store(runs_ptr + 2 * rank, tile, mask=(opens > 0) & (rank < width - 2))
+        rank = ended + tl.cumsum(closes, 0) - 1
+        tl.store(runs_ptr + 2 * rank + 1, tile, mask=(closes > 0) & (rank < width - 2))
+        runs += tl.sum(opens, 0)
+        ended += tl.sum(closes, 0)
+        members += tl.sum(inside.to(tl.int32), 0)
+        low = tl.minimum(low, tl.min(tl.where(inside, tile, tiles), 0))
+        high = tl.maximum(high, tl.max(tl.where(inside, tile + 1, 0), 0))
+    # A kernel reads two runs ahead.
+    past = 2 * tl.minimum(runs, width - 2) + tl.arange(0, 4)
+    tl.store(runs_ptr + past, tl.zeros([4], tl.int32))
+    return runs, members, low, high
+
+
+@triton.jit
+def write_row(
+    states_ptr, step, tiles, row, kv_len, index, counts_ptr, masked_ptr, full_ptr, width,
+    TILE_N: tl.constexpr, BY_KEY: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Runs and counts of one row of tiles, the one at `index` of the lists."""
+    masked_ptr += index.to(tl.int64) * (2 * width)
+    full_ptr += index.to(tl.int64) * (2 * width)
+    runs, masked, low, high = write_runs(
+        states_ptr, step, tiles, row, kv_len, masked_ptr, width, False, TILE_N, BY_KEY, CHUNK
+    )
+    full_runs, full, full_low, full_high = write_runs(
+        states_ptr, step, tiles, row, kv_len, full_ptr, width, True, TILE_N, BY_KEY, CHUNK
+    )
+    # More runs than there is room for: one run over everything, masked element by element.
+    if (runs > width - 2) | (full_runs > width - 2):
+        low = tl.minimum(low, full_low)
+        high = tl.maximum(high, full_high)
+        tl.debug_barrier()
+        tl.store(masked_ptr, low)
+        tl.store(masked_ptr + 1, high)
+        tl.store(masked_ptr + 2 + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        tl.store(full_ptr + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        masked = high - low
+        full = 0
+    counts_ptr += 3 * index.to(tl.int64)
+    tl.store(counts_ptr, masked)
+    tl.store(counts_ptr + 1, full)
+    ragged = 0
+    if not BY_KEY:
+        last = kv_len // TILE_N
+        is_ragged = (kv_len % TILE_N != 0) & (last < tiles)
+        state = tl.load(states_ptr + last * step, mask=is_ragged, other=0)
+        ragged = (state != 0).to(tl.int32)
+    tl.store(counts_ptr + 2, ragged)
+
+
 @triton.jit(
     do_not_specialize=[
-        "q_tiles", "kv_tiles", "heads", "group", "q_len", "kv_len", "q_offset",
-        "columns__size_0", "columns__stride_0", "columns__size_1", "columns__stride_1",
-        "columns__size_2", "columns__stride_2", "columns__size_3", "columns__stride_3"
+        "width", "q_tiles", "kv_tiles", "grids", "heads", "group", "q_len", "kv_len",
+        "q_offset", "columns__size_0", "columns__stride_0", "columns__size_1",
+        "columns__stride_1", "columns__size_2", "columns__stride_2", "columns__size_3",
+        "columns__stride_3"
     ],
     do_not_specialize_on_alignment=["columns__ptr"],
 )
 def classify(
     states_ptr,
-    kv_summary_0_min_ptr,
-    kv_summary_0_max_ptr,
-    kv_summary_1_min_ptr,
-    kv_summary_1_max_ptr,
+    counts_ptr,
+    masked_ptr,
+    full_ptr,
+    width: tl.int32,
+    int32_summaries_ptr,
     q_tiles: tl.int32,
     kv_tiles: tl.int32,
+    grids: tl.int32,
     heads: tl.int32,
     group: tl.int32,
     q_len: tl.int32,
@@ -140,11 +246,13 @@ def classify(
     kv_low = tiles * TILE_N
     kv_high = tl.minimum(kv_low + TILE_N, kv_len) - 1
     alive = (kv_low < kv_len) & (tiles < kv_tiles)
+    programs = grids * (q_tiles + kv_tiles)
     column = tl.minimum(tiles, kv_tiles - 1)
-    kv_summary_0_min = tl.load(kv_summary_0_min_ptr + (b * heads + h) * kv_tiles + column)
-    kv_summary_0_max = tl.load(kv_summary_0_max_ptr + (b * heads + h) * kv_tiles + column)
-    kv_summary_1_min = tl.load(kv_summary_1_min_ptr + (b * heads + h) * kv_tiles + column)
-    kv_summary_1_max = tl.load(kv_summary_1_max_ptr + (b * heads + h) * kv_tiles + column)
+    kv_at = 2 * (grids * q_tiles + (b * heads + h) * kv_tiles + column).to(tl.int64)
+    kv_summary_0_min = tl.load(int32_summaries_ptr + kv_at)
+    kv_summary_0_max = tl.load(int32_summaries_ptr + kv_at + 1)
+    kv_summary_1_min = tl.load(int32_summaries_ptr + kv_at + 2 * programs)
+    kv_summary_1_max = tl.load(int32_summaries_ptr + kv_at + 2 * programs + 1)
     may = (
         (~((kv_summary_0_max <= q_low) & (q_high < kv_summary_1_min)) & ~(q_high < kv_low))
         & alive
@@ -189,5 +297,13 @@ def classify(
                 any_pair = tl.maximum(any_pair, tl.max(tl.max(counted, 1), 0))
                 all_pairs = tl.minimum(all_pairs, tl.min(tl.min(counted, 1), 0))
             states = tl.where(tiles == last, any_pair + all_pairs, states)
-    position = row.to(tl.int64) * kv_tiles + tiles
-    tl.store(states_ptr + position, states.to(tl.int8), mask=tiles < kv_tiles)
+    states_ptr += row.to(tl.int64) * kv_tiles
+    tl.store(states_ptr + tiles, states.to(tl.int8), mask=tiles < kv_tiles)
+
+    # A row that one program has seen whole needs no other kernel.
+    if chunks == 1:
+        tl.debug_barrier()
+        write_row(
+            states_ptr, 1, kv_tiles, q_tile, kv_len, row, counts_ptr, masked_ptr, full_ptr, width,
+            TILE_N, False, CHUNK,
+        )
