@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -230,15 +231,16 @@ def launch(
             write="fewer queries, heads or batch elements in one call",
         )
     arguments = [values[name] for name in names]
-    device = values["q_ptr"].device if "q_ptr" in values else values["states_ptr"].device
+    device = arguments[0].device
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    with torch.cuda.device(device) if device.type == "cuda" else _Nothing():
+    with _on(device):
         kernel[(programs,)](*arguments, **constants, **options)
     if config.debug and device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The device made the current one, if it isn't: switching costs more than asking."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

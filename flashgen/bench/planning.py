@@ -1,7 +1,7 @@
 """Making schedules on a GPU: time, density and memory, beside a compiled `create_block_mask`.
 
-Each mask of flashgen.masks has a process of its own. All compile first, at the same time; then
-one after the other measures, so that nothing else runs."""
+Workers share the masks of flashgen.masks. All compile first, at the same time; then one after the
+other measures, so that nothing else runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ LENGTHS = (8192, 32768, 131072)
 TILE = (128, 128)
 PEER, OURS = "create_block_mask", "flashgen"
 MATRICES = ("dense_table", "tree")
+# Beside create_block_mask at every length; it looks at every pair, whatever the mask.
+COMPARED = ("causal", "document", "natten_2d", "shared_question", "random_eviction", "chunked")
 # Seconds that all masks may take to compile, and a maker to be timed in a round.
 PATIENCE, SHARE = 120.0, 0.1
 
@@ -63,42 +65,40 @@ def run(rounds: int) -> list[Row]:
     return measure([n for n in masks.EXAMPLES if isinstance(getattr(masks, n), Mask)], rounds)
 
 
-def measure(names: list[str], rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
+def measure(names: Sequence[str], rounds: int, lengths: Sequence[int] = LENGTHS) -> list[Row]:
     """The rows of some masks."""
     # Workers compile beside each other, not each on all cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     spawn = multiprocessing.get_context("spawn")
-    slots = spawn.Semaphore(max(1, (os.cpu_count() or 2) - 2))
-    shared = (rounds, slots, spawn.Barrier(len(names)), spawn.Lock(), spawn.Queue())
-    workers = [spawn.Process(target=_work, args=(name, lengths, *shared)) for name in names]
+    count = min(len(names), max(1, (os.cpu_count() or 2) - 2))
+    shared = (lengths, rounds, spawn.Barrier(count), spawn.Lock(), spawn.Queue())
+    workers = [spawn.Process(target=_work, args=(names[n::count], *shared)) for n in range(count)]
     for worker in workers:
         worker.start()
-    rows = [row for _ in workers for row in shared[-1].get(timeout=2 * PATIENCE)]
+    rows = [row for _ in workers for row in shared[-1].get(timeout=3 * PATIENCE)]
     for worker in workers:
         worker.join()
     return sorted(rows, key=lambda row: names.index(row.work.partition(",")[0]))
 
 
 def _work(
-    name: str, lengths: Sequence[int], rounds: int, slots: Any, gate: Any, lock: Any, results: Any
+    names: Sequence[str], lengths: Sequence[int], rounds: int, gate: Any, lock: Any, results: Any
 ) -> None:
-    """One mask: compile everything, wait for the others, then measure alone."""
-    torch._dynamo.config.recompile_limit = 64
-    makers: dict[int, dict[str, Callable[[], Any]]] = {}
-    rows: list[Row] = []
-    # Matrices of all pairs are read, not planned without them: the shortest length is enough.
-    lengths = lengths[:1] if name in MATRICES else lengths
-    try:
-        with slots:
-            for length in lengths:
-                makers[length] = dict(_makers(name, length))
-    except Exception as error:
-        _report(f"{name}: {type(error).__name__}: {error}"[:400])
+    """Compile everything, wait for the others, then measure alone."""
+    torch._dynamo.config.recompile_limit = 256
+    deadline = time.monotonic() + PATIENCE
+    makers: dict[str, dict[str, Callable[[], Any]]] = {}
+    for length in lengths:
+        for name in names:
+            # Matrices of all pairs are read, not planned without them: the shortest is enough.
+            if time.monotonic() < deadline and (length == lengths[0] or name not in MATRICES):
+                makers[f"{name}, S={length}"] = _makers(name, length)
     with contextlib.suppress(threading.BrokenBarrierError):
-        gate.wait(PATIENCE)
-    with lock:
-        for length, pair in makers.items():
-            rows += _rows(f"{name}, S={length}", pair, rounds)
+        gate.wait(max(1.0, deadline - time.monotonic()))
+    rows: list[Row] = []
+    for work, pair in makers.items():
+        with lock:
+            rows += _rows(work, pair, rounds)
     results.put(rows)
 
 
@@ -107,38 +107,41 @@ def _report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _makers(name: str, length: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What makes the schedule, after a first call; the peer's where it compiles."""
+def _makers(name: str, length: int) -> dict[str, Callable[[], Any]]:
+    """What makes the schedule, after a first call; without what fails."""
     masks = importlib.import_module("flashgen.masks")
     device = torch.device("cuda", torch.cuda.current_device())
     data = masks.EXAMPLES[name](length, torch.Generator().manual_seed(0))
     attend = api.Attention(mask=getattr(masks, name)(**data).to(device))
     q = torch.empty(1, 1, length, 64, dtype=torch.bfloat16, device=device)
-    bound = attend._program.bind({}, CallText(name, {}))
-    function = mask_function(bound, length, length)
 
     def ours() -> Schedule:
         # Schedules of masks without data are kept, and would cost nothing.
         attend._kept.clear()
         return attend.schedule(q, q, q_offset=0, block_size=TILE)
 
-    def peer() -> Any:
-        return compiled(
-            function, 1, 1, length, length, device=str(device), BLOCK_SIZE=TILE, _compile=False
-        )
-
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    compiled = torch.compile(create_block_mask, dynamic=False)
-    makers = {OURS: ours, PEER: peer}
-    for who, make in makers.items():
+    makers: dict[str, Callable[[], Any]] = {OURS: ours}
+    if length == LENGTHS[0] or name in COMPARED:
+        bound = attend._program.bind({}, CallText(name, {}))
+        makers[PEER] = _block_mask(mask_function(bound, length, length), length, device)
+    for who, make in list(makers.items()):
+        start = time.perf_counter()
         try:
             make()
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            _report(f"{name}, S={length}: {who}: {lines[0][:300]}")
-            continue
-        yield who, make
+            first = (str(error).strip().splitlines() or [""])[0]
+            _report(f"{name}, S={length}: {who} fails: {first[:300]}")
+            del makers[who]
+        else:
+            _report(f"{name}, S={length}: {who} ready, {time.perf_counter() - start:.1f} s")
+    return makers
+
+
+def _block_mask(function: Any, length: int, device: torch.device) -> Callable[[], Any]:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    compiled = torch.compile(create_block_mask, dynamic=False)
+    return lambda: compiled(function, 1, 1, length, length, device=str(device), BLOCK_SIZE=TILE)
 
 
 def _rows(work: str, makers: dict[str, Callable[[], Any]], rounds: int) -> list[Row]:

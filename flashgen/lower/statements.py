@@ -12,7 +12,7 @@ import torch
 from ..expr import Expr, walk
 from . import spell
 from .spell import ATOM, Text
-from .widths import Widths, size_name
+from .widths import Widths, inside, size_name
 
 # Where a value is computed: 0 outermost. A kernel names its stages (say: row block, tile).
 Stage = int
@@ -132,6 +132,8 @@ class _Lowering:
 
     def _operands(self, node: Expr) -> list[Text]:
         """Arguments, widened where 32 bits are not enough for what the node does with them."""
+        if node.op in ("lt", "le", "eq", "ne") and (narrow := self._narrowed(node)):
+            return narrow
         wide = self.widths.is_wide(node)
         texts = []
         for arg in node.args:
@@ -139,6 +141,20 @@ class _Lowering:
             narrow = arg.kind == "int" and not arg.is_const and not self.widths.is_wide(arg)
             texts.append(spell.cast(text, "tl.int64") if wide and narrow else text)
         return texts
+
+    def _narrowed(self, node: Expr) -> list[Text] | None:
+        """A comparison of 32 bits with a wider value of an earlier stage, which is clamped there to
+        what the other side reaches, and one beyond: elements are compared in 32 bits."""
+        wide = [self.widths.is_wide(arg) for arg in node.args]
+        if node.args[0].kind != "int" or wide[0] == wide[1]:
+            return None
+        far, near = node.args if wide[0] else reversed(node.args)
+        low, high = (end + step for end, step in zip(self.widths.range(near), (-1, 1), strict=True))
+        if self.stage_of(far) >= self.stage_of(node) or not inside((low, high)):
+            return None
+        clamped = f"tl.minimum(tl.maximum({self._text(far)[0]}, {low}), {high}).to(tl.int32)"
+        name = self._bind(self.stage_of(far), f"{self._hint(far)}_near", clamped)
+        return [(name, ATOM) if arg is far else self._text(arg) for arg in node.args]
 
     def _nonnegative(self, node: Expr) -> bool:
         return node.kind == "int" and all(self.widths.range(a)[0] >= 0 for a in node.args)

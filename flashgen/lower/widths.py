@@ -48,12 +48,12 @@ class Widths:
 
     def is_wide(self, expr: Expr) -> bool:
         """Whether the node, or what it is computed from, leaves 32 bits."""
-        if expr.kind == "int" and not _inside(self.range(expr)):
+        if expr.kind == "int" and not inside(self.range(expr)):
             return True
         if expr.op == "load":
-            return not _inside(self.range(expr))
+            return not inside(self.range(expr))
         integers = [a for a in expr.args if a.kind == "int"]
-        return any(not _inside(self.range(a)) for a in integers)
+        return any(not inside(self.range(a)) for a in integers)
 
     def _range(self, node: Expr) -> Range:
         if node.kind == "bool":
@@ -112,7 +112,8 @@ class Widths:
         return (-_HUGE, _HUGE)
 
 
-def _inside(found: Range) -> bool:
+def inside(found: Range) -> bool:
+    """Whether 32 bits hold it."""
     return INT32[0] <= found[0] and found[1] <= INT32[1]
 
 

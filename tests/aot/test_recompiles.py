@@ -277,7 +277,7 @@ def test_a_closure_made_anew_is_the_same_file_and_binary(launches):
         run(attend, queries(length))
         sources.add(attend.source(queries(length), queries(length), queries(length)))
     assert len(sources) == 1
-    assert len({id(x.kernel) for x in launches}) == 5
+    assert len({id(x.kernel) for x in launches}) == 3
     assert binaries(launches) == once(launches)
 
 
