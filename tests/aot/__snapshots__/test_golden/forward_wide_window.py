@@ -37,6 +37,7 @@ def select_rows(
         )
         q_idx = rows + q_offset
         q_sub = q_idx.to(tl.int64) - window
+        q_sub_near = tl.minimum(tl.maximum(q_sub, -1), 1073741824).to(tl.int32)
 
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
         acc0 = tl.zeros([16, 64], FLOAT)
@@ -62,7 +63,7 @@ def select_rows(
                 k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx.to(tl.int64)))
+                keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub_near < kv_idx))
                 s = tl.where(keep, s, float("-inf"))
 
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
@@ -183,6 +184,7 @@ def attention_forward(
     )
     q_idx = rows + q_offset
     q_sub = q_idx.to(tl.int64) - window
+    q_sub_near = tl.minimum(tl.maximum(q_sub, -1), 1073741824).to(tl.int32)
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
@@ -209,7 +211,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        keep = (kv_idx <= q_idx) & (q_sub < kv_idx.to(tl.int64))
+        keep = (kv_idx <= q_idx) & (q_sub_near < kv_idx)
         s = tl.where(keep, s, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -240,7 +242,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx.to(tl.int64)))
+        keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub_near < kv_idx))
         s = tl.where(keep, s, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
