@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, launch, plan
+from . import cache, emit, emit_hopper, launch, launch_hopper, plan
 from .emit_plan import PlanModule
 from .errors import FlashgenError
 from .spec import Spec
@@ -145,6 +145,29 @@ def forward_launch(spec: Spec, variant: emit.Variant, dtype: torch.dtype, tiling
     return module.attention_forward, values, constants, tiling
 
 
+def compile_hopper_forward(
+    spec: Spec,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    variant: emit.Variant,
+    shape: launch_hopper.Shape | None = None,
+) -> Compiled:
+    """Compile a spec's forward kernel of the Hopper family for sm_90."""
+    generated = emit_hopper.forward(spec, variant)
+    module = cache.module(generated.name, generated.text, launch.key_parts())
+    shape = shape or launch_hopper.shape_for(variant.head_dim, variant.v_head_dim)
+    q, v = (torch.empty(1, 1, 16, d, dtype=dtype) for d in (variant.head_dim, variant.v_head_dim))
+    known = launch_hopper.descriptors(q, q, v, v, shape)
+    values = [
+        known.get(name, value)
+        for name, value in zip(
+            generated.arguments, _placeholders(generated.arguments, spec, dtype), strict=True
+        )
+    ]
+    constants = launch_hopper.constants_of(shape)
+    return compile_kernel("sm_90", module.attention_forward, values, constants, launch_hopper.WARPS)
+
+
 def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compiled]:
     """Compile a mask's planning kernels for tiles of 128 queries and 64 keys, by their names."""
     generated = made.generated
@@ -190,7 +213,12 @@ def _placeholders(
 
     Pointers are of `dtype`, but for the data's, the schedule's and `others`."""
     dtypes = dict.fromkeys(("counts", "masked_runs", "full_runs", "kv_lens_ptr"), torch.int32)
-    dtypes |= {"q_offset_ptr": torch.int32, "lse_ptr": torch.float32, "sinks_ptr": torch.float32}
+    dtypes |= {
+        "q_offset_ptr": torch.int32,
+        "lse_ptr": torch.float32,
+        "spoilt_ptr": torch.int8,
+        "sinks_ptr": torch.float32,
+    }
     for tensor in spec.tensors:
         kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         dtypes[f"{tensor.name}_ptr"] = kind

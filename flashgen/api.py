@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, launch, ops
+from . import backends, launch, launch_hopper, ops
 from .call import Call, CallText, check
 from .config import config
 from .errors import FlashgenError
@@ -129,13 +129,13 @@ class Attention:
         call = self._check(
             q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data
         )
-        choice = backends.choose(backend, call.q.device, call.q.dtype, call.text)
+        choice = _choose(backend, call, schedule)
         if config.debug:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
         if schedule is None:
-            schedule = self._planned(call, None, "auto")
+            schedule = self._planned(call, _block_size(call, choice), "auto")
         else:
             check_fits(schedule, call.bound, call.geometry, call.text)
         out, lse = _run(choice.name, call, schedule, bool(deterministic))
@@ -173,14 +173,19 @@ class Attention:
             kv_lens=kv_lens,
             data=data,
         )
-        block = None if block_size is None else check_block_size(block_size, call.text)
+        if block_size is None:
+            block = _block_size(call, _choose("auto", call))
+        else:
+            block = check_block_size(block_size, call.text)
         return self._planned(call, block, planner)
 
     def source(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
         """The generated kernels of a call as text, each with the path of its file."""
         from .look import source
 
-        return source(self._check_look(q, k, v, arguments))
+        backend = arguments.pop("backend", "auto")
+        call = self._check_look(q, k, v, arguments)
+        return source(call, _choose(backend, call))
 
     def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
         """Every stage of a call, in words and a picture."""
@@ -189,8 +194,9 @@ class Attention:
         backend = arguments.pop("backend", "auto")
         schedule = arguments.pop("schedule", None)
         call = self._check_look(q, k, v, arguments)
-        choice = backends.choose(backend, call.q.device, call.q.dtype, call.text)
-        return explain(call, schedule or self._planned(call, None, "auto"), choice)
+        choice = _choose(backend, call, schedule)
+        schedule = schedule or self._planned(call, _block_size(call, choice), "auto")
+        return explain(call, schedule, choice)
 
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
         for name in ("return_lse", "deterministic", "schedule", "backend"):
@@ -221,9 +227,7 @@ class Attention:
                 )
         return text
 
-    def _planned(self, call: Call, block: tuple[int, int] | None, planner: Planner) -> Schedule:
-        if block is None:
-            block = self._block_size(call)
+    def _planned(self, call: Call, block: tuple[int, int], planner: Planner) -> Schedule:
         key = _key(call, block, planner)
         if key is not None and key in self._kept:
             self._kept.move_to_end(key)
@@ -234,13 +238,6 @@ class Attention:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return made
-
-    def _block_size(self, call: Call) -> tuple[int, int]:
-        """The tile that the kernel works on."""
-        target = launch.current_target(call.q.device)
-        dims = (call.q.shape[-1], call.v.shape[-1])
-        tiling = choose(target, call.q.dtype, *dims, has_long_rows(call.bound, call.geometry))
-        return tiling.block_m, tiling.block_n
 
     def __reduce__(self) -> Any:
         return _restore, (self._program,)
@@ -255,6 +252,23 @@ def _restore(program: Program) -> Attention:
     made = Attention(program.mask, score, program.heads, program.softcap, program.sinks)
     made._program = program
     return made
+
+
+def _choose(backend: str, call: Call, schedule: Schedule | None = None) -> backends.Choice:
+    tensors = (call.q, call.k, call.v)
+    return backends.choose(
+        backend, call.q.device, call.q.dtype, call.text, tensors=tensors, schedule=schedule
+    )
+
+
+def _block_size(call: Call, choice: backends.Choice) -> tuple[int, int]:
+    """The tile that the kernel works on."""
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    if choice.name == "hopper":
+        return launch_hopper.BLOCK_M, launch_hopper.shape_for(*dims).block_n
+    target = launch.current_target(call.q.device)
+    tiling = choose(target, call.q.dtype, *dims, has_long_rows(call.bound, call.geometry))
+    return tiling.block_m, tiling.block_n
 
 
 def _key(call: Call, block: tuple[int, int], planner: str) -> Any:

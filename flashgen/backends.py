@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from . import launch_hopper
 from .errors import FlashgenError
+from .schedule import Schedule
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
 NAMES = ("auto", "cpu", "interpret", "portable", "hopper")
@@ -24,25 +27,34 @@ class Choice:
         return f"{self.name}: {self.why}"
 
 
-def choose(backend: str, device: torch.device, dtype: torch.dtype, call: object) -> Choice:
-    """Resolve `auto`, and refuse what can't run. Raises FlashgenError."""
+def choose(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    call: object,
+    tensors: Sequence[torch.Tensor] = (),
+    schedule: Schedule | None = None,
+) -> Choice:
+    """Resolve `auto`, and refuse what can't run. Raises FlashgenError.
+
+    `tensors`: q, k and v, and `schedule` the one that is given: Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
             f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
         )
-    if backend == "hopper":
-        raise FlashgenError(
-            "the hopper backend isn't part of this version",
-            call=call,
-            write='backend="portable", which runs on this GPU too',
-        )
+    if backend == "auto" and device.type == "cpu":
+        return Choice("cpu", "the tensors are on the CPU")
+    why = "asked for"
+    no_hopper = ""
+    if backend in ("auto", "hopper"):
+        no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule)
     if backend == "auto":
-        if device.type == "cpu":
-            return Choice("cpu", "the tensors are on the CPU")
-        backend, why = "portable", f"generated Triton kernels for {device.type}"
-    else:
-        why = "asked for"
-    problem, write = _obstacle(backend, device, dtype)
+        backend, why = "hopper", "generated Gluon kernels for sm_90"
+        if no_hopper:
+            backend, why = "portable", f"generated Triton kernels for {device.type}; {no_hopper}"
+    problem, write = no_hopper, 'backend="auto", which takes what can run'
+    if backend != "hopper":
+        problem, write = _obstacle(backend, device, dtype)
     if problem:
         raise FlashgenError(f"backend {backend}: {problem}", call=call, write=write)
     return Choice(backend, why)

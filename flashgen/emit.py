@@ -82,6 +82,7 @@ def environment() -> jinja2.Environment:
     made.filters["pack"] = _pack
     made.filters["wrapped"] = _wrapped
     made.filters["gluon"] = in_gluon
+    made.filters["body"] = _body
     return made
 
 
@@ -92,6 +93,12 @@ def _pack(names: list[str]) -> str:
         return f"[{line}]"
     lines = textwrap.wrap(line, 88)
     return "[" + "".join(f"\n        {line}" for line in lines) + "\n    ]" if lines else "[]"
+
+
+def _body(text: str, indent: int = 0) -> str:
+    """Statements from wherever they stood, for a place whose first line is indented already."""
+    lines = textwrap.dedent(text).strip("\n").splitlines()
+    return f"\n{' ' * indent}".join(line for line in lines if line.strip())
 
 
 def in_gluon(text: str) -> str:
@@ -153,7 +160,7 @@ _FIXED_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 
 
-def _attention_arguments(spec: Spec, variant: Variant) -> list[str]:
+def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     arguments = [*_FIXED_POINTERS, *(["sinks_ptr"] if spec.sinks else []), *_SCHEDULE]
     arguments += [f"{s}: tl.int64" for s in STRIDES]
     arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
@@ -182,7 +189,7 @@ def used_in(names: Iterable[str], body: str) -> list[str]:
     return [name for name in names if bare(name) in words]
 
 
-def _is_pointer(argument: str) -> bool:
+def is_pointer(argument: str) -> bool:
     return bare(argument).endswith("_ptr") or argument in _SCHEDULE
 
 
@@ -209,9 +216,11 @@ def lower_for(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[
     )
 
 
-def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
-    """The portable forward kernel of a spec."""
-    template = "forward.py.j2"
+def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = False) -> Generated:
+    """The portable forward kernel of a spec.
+
+    `repairs`: only its careful second pass, on rows that Hopper's kernel found to be spoilt."""
+    template = "repair.py.j2" if repairs else "forward.py.j2"
     isolated = None if spec.mask is None else isolate(spec.mask)
     mask = lower_for(isolated, spec, variant, frozenset())
     assigned = frozenset(line.partition(" = ")[0] for part in mask.statements for line in part)
@@ -220,7 +229,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
     keep = mask.results[0] if mask.results else "kv_idx >= 0"
     if spec.mask is not None and "kv_idx" not in leaves(spec.mask, "index"):
         keep = f"(kv_idx >= 0) & ({keep})"
-    arguments = _attention_arguments(spec, variant)
+    arguments = [*(["spoilt_ptr"] if repairs else []), *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     text = (
         environment()
@@ -229,7 +238,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
             header=header(spec, command),
             helpers=sorted(helpers),
             arguments=arguments,
-            unspecialized=[bare(a) for a in arguments if not _is_pointer(a)],
+            unspecialized=[bare(a) for a in arguments if not is_pointer(a)],
             unaligned=unaligned_pointers(arguments, spec),
             aligned_strides=STRIDES,
             head_dim=variant.head_dim,
@@ -243,20 +252,25 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
             score_lines=score.statements[1],
             keep=keep,
             has_mask=spec.mask is not None,
-            score=_full_score(spec, score),
+            score=full_score(spec, score),
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
             **_select_arguments(arguments),
         )
     )
-    name = f"{spec.slug}_d{variant.head_dim}" + (
-        f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
-    )
-    return Generated(f"{name}_fwd", tidy(text), tuple(bare(a) for a in arguments))
+    name = kernel_name(spec, variant)
+    name = f"{name}_repair" if repairs else f"{name}_fwd"
+    return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
-def _full_score(spec: Spec, score: Lowered) -> str | None:
+def kernel_name(spec: Spec, variant: Variant) -> str:
+    """What names of a call's kernels begin with."""
+    dims = dict.fromkeys((variant.head_dim, variant.v_head_dim))
+    return f"{spec.slug}_d" + "_".join(map(str, dims))
+
+
+def full_score(spec: Spec, score: Lowered) -> str | None:
     """The changed score; one that ignores the old score still has its shape."""
     if spec.score is None:
         return None
@@ -269,7 +283,16 @@ _DERIVED = (
     "b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"
 )  # fmt: skip
 _CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
-_UNUSED = ("counts", "sinks_ptr", "masked_width", "full_width", "heads", "group", "kv_lens_ptr")
+_UNUSED = (
+    "counts",
+    "spoilt_ptr",
+    "sinks_ptr",
+    "masked_width",
+    "full_width",
+    "heads",
+    "group",
+    "kv_lens_ptr",
+)
 
 
 def _select_arguments(arguments: list[str]) -> dict[str, list[str]]:

@@ -166,16 +166,53 @@ def forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the portable forward kernel: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq]."""
-    if scale <= 0:
-        # The kernel's maximum wants a positive scale; the sign moves into the queries.
-        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v, scale = positive_scale(q, k, v, scale)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = torch.empty(q.shape[:3], dtype=kind, device=q.device)
     if not lse.numel():
         return out, lse
     variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    values = forward_values(
+        q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
+        softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    kernel, generated = _kernel(bound.spec, variant, key_parts())
+    target = current_target(q.device)
+    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
+    constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
+    blocks = math.ceil(geometry.q_len / tiling.block_m)
+    programs = blocks * geometry.batch * geometry.heads
+    launch(kernel, generated.arguments, values, constants, tiling, programs)
+    return out, lse
+
+
+def positive_scale(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """The same product with a positive scale, and tensors with a unit last stride."""
+    if scale <= 0:
+        # The kernel's maximum wants a positive scale; the sign moves into the queries.
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v, scale
+
+
+def forward_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The arguments of a forward kernel by name."""
     values: dict[str, Any] = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, "sinks_ptr": sinks,
         "heads": geometry.heads, "group": geometry.group,
@@ -186,14 +223,7 @@ def forward(
         values["scale_log2"] = LOG2E
     for letter, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
-    kernel, generated = _kernel(bound.spec, variant, key_parts())
-    target = current_target(q.device)
-    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
-    constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
-    blocks = math.ceil(geometry.q_len / tiling.block_m)
-    programs = blocks * geometry.batch * geometry.heads
-    launch(kernel, generated.arguments, values, constants, tiling, programs)
-    return out, lse
+    return values
 
 
 def constants_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import cache, emit, launch, launch_backward, plan
+from . import cache, emit, launch, launch_backward, launch_hopper, plan
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
@@ -19,9 +19,11 @@ from .tiling import choose_for
 LINES_SHOWN = 24
 
 
-def _forward(call: Call) -> emit.Generated:
+def _forward(call: Call, choice: Choice) -> list[emit.Generated]:
     spec, variant = _kernel_of(call)
-    return launch.generate(spec, variant)
+    if choice.name == "hopper":
+        return list(launch_hopper.generate(spec, variant))
+    return [launch.generate(spec, variant)]
 
 
 def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
@@ -30,11 +32,11 @@ def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
     return bound.spec, launch.variant_of(bound, call.geometry, *dims)
 
 
-def _all(call: Call) -> list[emit.Generated]:
+def _all(call: Call, choice: Choice) -> list[emit.Generated]:
     """Forward, backward, and planning."""
     spec, variant = _kernel_of(call)
     backward = launch_backward.generate(spec, variant, Wanted())
-    made = [launch.generate(spec, variant), emit.Generated(backward.name, backward.text, ())]
+    made = [*_forward(call, choice), emit.Generated(backward.name, backward.text, ())]
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0)
         made.append(plan.generate(spec, planning).generated)
@@ -45,9 +47,9 @@ def _path(generated: emit.Generated) -> str:
     return str(cache.write(generated.name, generated.text, launch.key_parts()))
 
 
-def source(call: Call) -> str:
+def source(call: Call, choice: Choice) -> str:
     """The text of every kernel of a call, each below the path of its file."""
-    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _all(call))
+    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _all(call, choice))
 
 
 def _loop_of(generated: emit.Generated) -> str:
@@ -61,9 +63,12 @@ def _loop_of(generated: emit.Generated) -> str:
 def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
     """Every stage of a call, from the spec to the kernel."""
     spec = call.bound.spec
-    target = launch.current_target(call.q.device)
     dims = (call.q.shape[-1], call.v.shape[-1])
-    tiling = choose_for(target, call.q.dtype, *dims, schedule.block_size)
+    if choice.name == "hopper":
+        tiling = str(launch_hopper.shape_for(*dims, schedule.block_size[1]))
+    else:
+        target = launch.current_target(call.q.device)
+        tiling = str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
     sections = [
         ("spec", str(spec)),
         ("tile rule", str(tile_rule(spec.mask))),
@@ -71,6 +76,6 @@ def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
         ("cost", str(Cost.of(call, schedule))),
         ("backend", f"{choice}\n{tiling}"),
     ]
-    generated = _forward(call)
+    generated = _forward(call, choice)[0]
     sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
     return explain_text(sections)

@@ -100,7 +100,8 @@ def _usable(name: str, device: torch.device | None) -> str:
     if device is None:
         return "not usable: no GPU"
     try:
-        backends.choose(name, device, torch.float32, "doctor")
+        dtype = torch.bfloat16 if name == "hopper" else torch.float32
+        backends.choose(name, device, dtype, "doctor")
     except FlashgenError as error:
         problem = error.problem.removeprefix(f"backend {name}: ")
         return f"not usable: {problem}; needed: {error.write}"

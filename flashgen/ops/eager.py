@@ -25,7 +25,7 @@ def attention(
     """Attention over the visited tiles, differentiable once.
 
     q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq];
-    `backend`: cpu, interpret or portable; `arguments` are those of `launch.forward`, and
+    `backend`: cpu, interpret, portable or hopper; `arguments` are those of `launch.forward`, and
     `deterministic`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE [B, Hq, Sq] in
     float32 (float64 for float64 queries). Gradients reach q, k, v, sinks and the float data of
     the score function; only those asked for are computed.

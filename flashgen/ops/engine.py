@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import launch, launch_backward
+from .. import launch, launch_backward, launch_hopper
 from ..emit_backward import Wanted
 from ..expr import leaves
 from ..kernel_names import spell
@@ -50,13 +50,16 @@ def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
         from .. import cpu
 
         return cpu.Walk(bound, **arguments)
-    return Kernels(bound, **arguments)
+    return Kernels(bound, hopper=backend == "hopper", **arguments)
 
 
 class Kernels:
-    """The generated kernels."""
+    """The generated kernels; `hopper`: of its own family where it has them."""
 
-    def __init__(self, bound: Bound, *, deterministic: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self, bound: Bound, *, deterministic: bool = False, hopper: bool = False, **arguments: Any
+    ) -> None:
+        self._run_forward = launch_hopper.forward if hopper else launch.forward
         self._bound, self._deterministic = spell(bound), deterministic
         self._arguments = arguments
 
@@ -69,7 +72,7 @@ class Kernels:
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         bound = _with_tensors(self._bound, data)
-        return launch.forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
+        return self._run_forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
 
     def backward(
         self,

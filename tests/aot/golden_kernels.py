@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import flashgen as fg
-from flashgen import emit, launch, masks, plan
+from flashgen import emit, launch, launch_hopper, masks, plan
 from flashgen.call import Call
 from flashgen.emit_plan import PlanModule
 from flashgen.kernel_names import spell
@@ -41,6 +41,10 @@ class Golden(NamedTuple):
 
     def forward(self) -> emit.Generated:
         return launch.generate(self.spec(), self.variant())
+
+    def hopper(self) -> tuple[emit.Generated, emit.Generated]:
+        """Hopper's kernel, and the portable one that repairs its rows."""
+        return launch_hopper.generate(self.spec(), self.variant())
 
     def planning(self) -> PlanModule:
         return plan.generate(self.spec(), self.variant(planning=True))
@@ -97,3 +101,9 @@ GOLDEN: dict[str, Golden] = {
 }
 
 PLANS = ("causal_document", "flashmask", "natten_2d", "lengths_and_offsets")
+
+# What Hopper's kernels are kept of; all of them compile.
+HOPPER = (
+    "causal_document", "flashmask", "alibi", "softcap_sinks", "head_dim_192_128",
+    "lengths_and_offsets",
+)  # fmt: skip

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from golden_kernels import GOLDEN, PLANS
+from golden_kernels import GOLDEN, HOPPER, PLANS
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from flashgen import plan
@@ -41,6 +41,15 @@ def test_forward(name, kernel_file):
     assert GOLDEN[name].forward().text == kernel_file
 
 
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_forward(name, kernel_file):
+    assert GOLDEN[name].hopper()[0].text == kernel_file
+
+
+def test_repair(kernel_file):
+    assert GOLDEN["causal_document"].hopper()[1].text == kernel_file
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_plan(name, kernel_file):
     assert GOLDEN[name].planning().generated.text == kernel_file
@@ -52,6 +61,8 @@ def test_compaction(kernel_file):
 
 def every_text():
     texts = {f"forward {name}": golden.forward().text for name, golden in GOLDEN.items()}
+    texts |= {f"hopper {name}": GOLDEN[name].hopper()[0].text for name in HOPPER}
+    texts |= {"repair": GOLDEN["causal_document"].hopper()[1].text}
     texts |= {f"plan {name}": GOLDEN[name].planning().generated.text for name in PLANS}
     return texts | {"compaction": plan.compaction().text}
 

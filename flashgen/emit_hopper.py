@@ -1,0 +1,191 @@
+"""The text of Hopper's forward kernel."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .emit import (
+    INDEX_NAMES,
+    STRIDES,
+    Generated,
+    Part,
+    Variant,
+    attention_arguments,
+    bare,
+    data_arguments,
+    environment,
+    full_score,
+    header,
+    is_pointer,
+    kernel_name,
+    parts_of,
+    taken_names,
+    unaligned_pointers,
+)
+from .expr import Expr, leaves, walk
+from .layout import tidy
+from .lower import Lowered, isolate, lower
+from .spec import Spec
+
+
+@dataclass(frozen=True)
+class Math:
+    """An expression as statements: for a row block, for a tile's keys, for its pairs.
+
+    `crossing` are the names of the keys' statements that the pairs' read."""
+
+    lowered: Lowered
+    crossing: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[tuple[str, ...], ...]:
+        return self.lowered.statements
+
+    @property
+    def assigned(self) -> frozenset[str]:
+        return frozenset(line.partition(" = ")[0] for part in self.lines for line in part)
+
+
+def lower_by_key(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]) -> Math:
+    """Statements that load what belongs to a key once a tile, and not once for each score.
+
+    In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
+    loads are wide and few if each thread reads one key and what it read crosses over."""
+    found = lower(
+        [expr] if expr is not None else [],
+        stages=3,
+        stage_of=_stages(expr),
+        names={**INDEX_NAMES, "score": "s"},
+        dtypes={t.name: t.dtype for t in spec.tensors},
+        wide_scalars=variant.wide,
+        taken=taken | taken_names(spec, variant),
+    )
+    by_key = [line.partition(" = ")[0] for line in found.statements[1]]
+    pairs = "\n".join((*found.statements[2], *found.results))
+    crossing = tuple(name for name in by_key if re.search(rf"\b{name}\b", pairs))
+    return Math(found, crossing)
+
+
+def _stages(expr: Expr | None) -> Callable[[Expr], int]:
+    """0: fixed for a row block; 1: read for a key alone; 2: for a pair."""
+    nodes = list(walk(expr)) if expr is not None else []
+    loads = [n for n in nodes if n.op == "load" and _is_of_key(n)]
+    by_key = {n for load in loads for n in walk(load) if _is_of_key(n)}
+    by_key |= {n for n in nodes if _is_of_key(n) and any(x in loads for x in walk(n))}
+
+    def stage_of(node: Expr) -> int:
+        if node in by_key:
+            return 1
+        return 2 if "kv_idx" in leaves(node, "index") or leaves(node, "score") else 0
+
+    return stage_of
+
+
+def _is_of_key(node: Expr) -> bool:
+    indices = leaves(node, "index")
+    return "kv_idx" in indices and "q_idx" not in indices and not leaves(node, "score")
+
+
+def covers(head_dim: int, v_head_dim: int) -> bool:
+    """Whether rows are multiples of 16 bytes, and the output's parts fit where the queries' lay."""
+    q_sizes, v_sizes = ([p.size for p in parts_of(d)] for d in (head_dim, v_head_dim))
+    return not (head_dim % 8 or v_head_dim % 8) and q_sizes[: len(v_sizes)] == v_sizes
+
+
+def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
+    """Hopper's forward kernel of a spec."""
+    isolated = None if spec.mask is None else isolate(spec.mask)
+    mask = lower_by_key(isolated, spec, variant, frozenset())
+    score = lower_by_key(spec.score, spec, variant, mask.assigned)
+    keep = mask.lowered.results[0] if mask.lowered.results else "kv_idx >= 0"
+    q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
+    arguments = _arguments(spec, variant, _descriptors(q_parts, v_parts))
+    called = mask.lowered.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
+    indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
+    lines = "\n".join(line for made in (mask, score) for part in made.lines for line in part)
+    lines += keep + (score.lowered.results[0] if spec.score is not None else "")
+    called |= {"sigmoid"} if "tl.sigmoid" in lines else set()
+    text = (
+        environment()
+        .get_template("hopper_forward.py.j2")
+        .render(
+            header=header(spec, command),
+            helpers=sorted(called),
+            arguments=arguments,
+            unspecialized=[bare(a) for a in arguments if not is_pointer(a) and ":" in a],
+            unaligned=unaligned_pointers(arguments, spec),
+            q_parts=q_parts,
+            v_parts=v_parts,
+            q_bytes=_bytes("q", q_parts),
+            k_bytes=_bytes("k", q_parts),
+            v_bytes=_bytes("v", v_parts),
+            kv_lens=variant.kv_lens,
+            offset=variant.offset,
+            row_lines=(*mask.lines[0], *score.lines[0]),
+            key_lines=list(mask.lines[1]),
+            crossing=list(mask.crossing),
+            tile_lines=mask.lines[2],
+            score_key_lines=list(score.lines[1]),
+            score_crossing=list(score.crossing),
+            score_lines=score.lines[2],
+            keep=keep,
+            has_mask=spec.mask is not None,
+            score=full_score(spec, score.lowered),
+            softcap=spec.softcap,
+            sinks=spec.sinks,
+            uses_q_idx="q_idx" in indices,
+            **_partitions(spec, variant, q_parts, v_parts, indices),
+        )
+    )
+    name = f"{kernel_name(spec, variant)}_hopper_fwd"
+    return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
+
+
+def _descriptors(q_parts: tuple[Part, ...], v_parts: tuple[Part, ...]) -> list[str]:
+    parts = (("q", q_parts), ("k", q_parts), ("v", v_parts), ("out", v_parts))
+    return [f"{name}{part.number}_desc" for name, own in parts for part in own]
+
+
+def _bytes(name: str, parts: tuple[Part, ...]) -> str:
+    """What a barrier waits for: a tile of each part."""
+    return " + ".join(f"{name}{part.number}_desc.block_type.nbytes" for part in parts)
+
+
+def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str]:
+    """The kernel's arguments: descriptors in the place of pointers and strides."""
+    known = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES)
+    rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
+    return ["lse_ptr", "spoilt_ptr", *descriptors, *rest]
+
+
+_TILES = ("masked_runs", "full_runs", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile")
+
+
+def _partitions(
+    spec: Spec,
+    variant: Variant,
+    q_parts: tuple[Part, ...],
+    v_parts: tuple[Part, ...],
+    indices: frozenset[str],
+) -> dict[str, list[str]]:
+    """What the producer and the consumers take."""
+    descriptors = _descriptors(q_parts, v_parts)
+    buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors if d[0] != "o"]
+    ring = [*buffers, "q_ready", "ready", "free", *_TILES, "b", "h", "h_kv", "block"]
+    outputs = [d for d in descriptors if d[0] == "o"]
+    scaled = spec.score is not None or spec.softcap
+    values = ["lse_ptr", "spoilt_ptr", *(["sinks_ptr"] if spec.sinks else []), "q_len", "kv_len"]
+    values += ["q_offset"] if "q_idx" in indices else []
+    values += [*(["scale"] if scaled else []), "scale_log2"]
+    values += ["softcap"] if spec.softcap else []
+    values += [bare(a) for a in data_arguments(spec, variant)]
+    producer = [d for d in descriptors if d[0] != "o"] + ring
+    consumer = ["q0_desc", *outputs, *ring, *values]
+    return {
+        "producer_arguments": producer,
+        "producer_call": producer,
+        "consumer_arguments": consumer,
+        "consumer_call": consumer,
+    }

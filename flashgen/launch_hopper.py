@@ -1,0 +1,157 @@
+"""Running Hopper's forward kernel: what it can do, descriptors, how work is laid out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import cache, emit, emit_hopper, launch
+from .geometry import Geometry
+from .schedule import Schedule
+from .spec import Bound, Spec
+from .tiling import Tiling, choose_for
+
+BLOCK_M = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Keys of a tile, turns of the ring, registers of a consumer's thread."""
+
+    block_n: int
+    stages: int
+    registers: int = 240
+
+
+def shape_for(head_dim: int, v_head_dim: int, block_n: int | None = None) -> Shape:
+    """The blocks of Hopper's forward kernel; its tiles have 128 queries.
+
+    As many stages as fit in shared memory beside the queries, at most four."""
+    q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
+    keys = block_n or (64 if max(q_dim, v_dim) > 192 else 128)
+    left = 232448 - 1024 - 2 * BLOCK_M * q_dim
+    return Shape(keys, max(2, min(4, left // (2 * keys * (q_dim + v_dim)))))
+
+
+def obstacle(
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: Sequence[torch.Tensor] = (),
+    schedule: Schedule | None = None,
+) -> str:
+    """Why Hopper's kernel can't run a call (q, k, v: `tensors`), or any; empty if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"Hopper's kernels take 16-bit floats, not {str(dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return f"Hopper's kernels run on its GPU, and the tensors are on {device}"
+    target = launch.current_target(device)
+    if (target.backend, target.arch) != ("cuda", "90"):
+        return f"Hopper's kernels are for sm_90, and this is {target.backend} {target.arch}"
+    if launch.interpreting():
+        return "Triton's interpreter doesn't run Hopper's kernels"
+    try:
+        from . import hopper
+    except (ImportError, AttributeError) as error:
+        return f"this Triton's Gluon isn't known to flashgen ({error})"
+    if schedule is not None and not _fits(schedule):
+        return (
+            f"Hopper's kernels don't work on tiles of {' x '.join(map(str, schedule.block_size))}"
+        )
+    if tensors:
+        q, k, v = tensors
+        if not emit_hopper.covers(q.shape[-1], v.shape[-1]):
+            return f"Hopper's kernels don't take head dimensions {q.shape[-1]} and {v.shape[-1]}"
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
+                return f"{name} has {problem}"
+    return ""
+
+
+def _fits(schedule: Schedule) -> bool:
+    """Whether the kernel works on a schedule's tiles."""
+    return schedule.block_size[0] == BLOCK_M and schedule.block_size[1] in (64, 128)
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(spec: Spec, variant: emit.Variant) -> tuple[emit.Generated, emit.Generated]:
+    """The texts of the forward kernel, and of the one that repairs its rows."""
+    return emit_hopper.forward(spec, variant), emit.forward(spec, variant, repairs=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernels(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
+    forward, repair = (cache.module(g.name, g.text, parts) for g in generate(spec, variant))
+    return forward.attention_forward, repair.repair_rows
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run Hopper's forward kernel; arguments and results are those of `launch.forward`."""
+    q, k, v, scale = launch.positive_scale(q, k, v, scale)
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    spoilt = torch.empty(q.shape[:3], dtype=torch.int8, device=q.device)
+    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1])
+    values = {
+        **launch.forward_values(
+            q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
+            softcap=softcap, sinks=sinks,
+        ),
+        **descriptors(q, k, v, out, shape),
+        "spoilt_ptr": spoilt,
+    }  # fmt: skip
+    kernel, repair = _kernels(bound.spec, variant, launch.key_parts())
+    texts = generate(bound.spec, variant)
+    heads = geometry.batch * geometry.heads
+    programs = heads * math.ceil(geometry.q_len / BLOCK_M)
+    launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
+    target = launch.current_target(q.device)
+    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
+    constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
+    programs = heads * math.ceil(geometry.q_len / tiling.block_m)
+    launch.launch(repair, texts[1].arguments, values, constants, tiling, programs)
+    return out, lse
+
+
+# Four warps are a consumer; the kernel adds the others itself.
+WARPS = Tiling(BLOCK_M, 0, 4, 1)
+
+
+def constants_of(shape: Shape) -> dict[str, Any]:
+    """The compile-time values of the kernel."""
+    return {
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_N": shape.block_n,
+        "STAGES": shape.stages,
+        "REGISTERS": shape.registers,
+    }
+
+
+def descriptors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, shape: Shape
+) -> dict[str, Any]:
+    """TMA descriptors of each part of the head dimensions, as the kernel names them."""
+    from . import hopper
+
+    rows = {"q": 64, "k": shape.block_n, "v": shape.block_n, "out": 64}
+    return {
+        f"{name}{part.number}_desc": hopper.descriptor(x, (rows[name], part.size))
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out))
+        for part in emit.parts_of(x.shape[-1])
+    }

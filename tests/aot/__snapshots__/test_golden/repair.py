@@ -1,0 +1,198 @@
+# flashgen 0.1.0
+# spec causal_document
+#   mask    (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])
+#   data    doc: int32[2-d]
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b,
+#       kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
+#   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
+#       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
+#       min[kv](doc[b, kv_idx])))
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(noinline=True)
+def select_rows(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
+    stride_os, q_len, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1, doc_stride_1,
+    kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles, ragged_tiles, ragged_tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """0 x inf is NaN: a value that a row must not see has reached its sum. These rows once more,
+    from the LSE, with values selected instead of multiplied by 0."""
+    columns = tl.arange(0, BLOCK_N)
+    dims_128 = tl.arange(0, 128)[None, :]
+
+    k_rows = columns[:, None] * stride_ks.to(OFFSET)
+    v_rows = columns[:, None] * stride_vs.to(OFFSET)
+    for row in range(block * BLOCK_M, block * BLOCK_M + BLOCK_M, 16):
+        rows = row + tl.arange(0, 16)[:, None]
+        inside = rows < q_len
+        q0 = tl.load(
+            q_ptr + rows * stride_qs + dims_128,
+            mask=inside,
+            other=0.0,
+        )
+        q_idx = rows + q_offset
+        doc_q_at = tl.minimum(tl.maximum(q_idx, 0), doc_size_1 - 1)
+        doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
+        doc_row = doc_ptr + b * doc_stride_0
+
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
+        acc0 = tl.zeros([16, 128], FLOAT)
+        for part in range(3):
+            runs = masked_runs
+            tiles = masked_tiles
+            if part == 1:
+                runs = full_runs
+                tiles = full_tiles
+            tile = tl.load(runs) * (TILE_N // BLOCK_N)
+            end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
+            next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+            next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+            if part == 2:
+                tiles = ragged_tiles
+                tile = ragged_tile
+                end = -1
+            for _ in tl.range(tiles, num_stages=1):
+                first_key = tile * BLOCK_N
+                k_tile = k_ptr + first_key * stride_ks
+                v_tile = v_ptr + first_key * stride_vs
+                valid = columns[:, None] < kv_len - first_key
+                k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
+                s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
+                kv_idx = first_key + columns[None, :]
+                doc_kv_at = tl.minimum(kv_idx, doc_size_1 - 1)
+                doc_kv = tl.load(doc_row + doc_kv_at * doc_stride_1)
+                keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
+                s = tl.where(keep, s, float("-inf"))
+
+                p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
+                v0 = tl.load(v_tile + (v_rows + dims_128), mask=valid, other=0.0)
+                if tl.sum((~(tl.abs(v0) < float("inf"))).to(tl.int32)) > 0:
+                    for j in range(BLOCK_N):
+                        chosen = columns == j
+                        weight = tl.sum(tl.where(chosen[None, :], p, 0.0), 1)[:, None]
+                        seen = tl.max((keep & chosen[None, :]).to(tl.int32), 1)[:, None] > 0
+                        value = tl.sum(tl.where(chosen[:, None], v0, 0.0).to(FLOAT), 0)
+                        acc0 += tl.where(seen, weight * value[None, :], 0.0)
+                else:
+                    acc0 = tl.dot(
+                        p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT
+                    )
+                tile += 1
+                is_last = tile == end
+                tile = tl.where(is_last, next_tile, tile)
+                end = tl.where(is_last, next_end, end)
+                runs += tl.where(is_last, 2, 0)
+                next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+                next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+        tl.store(
+            out_ptr + rows * stride_os + dims_128,
+            acc0.to(out_ptr.dtype.element_ty),
+            mask=inside,
+        )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
+        "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
+        "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
+        "group", "q_len", "kv_len", "q_offset", "scale_log2", "doc_size_0", "doc_stride_0",
+        "doc_size_1", "doc_stride_1"
+    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
+)
+def repair_rows(
+    spoilt_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    counts,
+    masked_runs,
+    full_runs,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qs: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_ks: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vs: tl.int64,
+    stride_ob: tl.int64,
+    stride_oh: tl.int64,
+    stride_os: tl.int64,
+    schedule_stride_b: tl.int64,
+    schedule_stride_h: tl.int64,
+    masked_width: tl.int32,
+    full_width: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    scale_log2: tl.float32,
+    doc_ptr,
+    doc_size_0: tl.int32,
+    doc_stride_0: tl.int64,
+    doc_size_1: tl.int32,
+    doc_stride_1: tl.int64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Last row blocks first: under causal masks they are the longest.
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    block = blocks - 1 - tl.program_id(0) % blocks
+    h = (tl.program_id(0) // blocks) % heads
+    b = tl.program_id(0) // blocks // heads
+    h_kv = h // group
+
+    # Strides that keep 16-byte alignment say so.
+    stride_qb = stride_qb // ALIGN * ALIGN
+    stride_qh = stride_qh // ALIGN * ALIGN
+    stride_qs = stride_qs // ALIGN * ALIGN
+    stride_kb = stride_kb // ALIGN * ALIGN
+    stride_kh = stride_kh // ALIGN * ALIGN
+    stride_ks = stride_ks // ALIGN * ALIGN
+    stride_vb = stride_vb // ALIGN * ALIGN
+    stride_vh = stride_vh // ALIGN * ALIGN
+    stride_vs = stride_vs // ALIGN * ALIGN
+    stride_ob = stride_ob // ALIGN * ALIGN
+    stride_oh = stride_oh // ALIGN * ALIGN
+    stride_os = stride_os // ALIGN * ALIGN
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h_kv * stride_kh
+    v_ptr += b * stride_vb + h_kv * stride_vh
+    out_ptr += b * stride_ob + h * stride_oh
+    lse_ptr += (b * heads + h).to(tl.int64) * q_len
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    spoilt_ptr += (b * heads + h).to(tl.int64) * q_len
+    if tl.max(tl.load(spoilt_ptr + row, mask=row < q_len, other=0).to(tl.int32)) > 0:
+        schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
+        masked_runs += schedule_row * (2 * masked_width)
+        full_runs += schedule_row * (2 * full_width)
+        masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
+        full_tiles = tl.load(counts + 3 * schedule_row + 1) * (TILE_N // BLOCK_N)
+        ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
+        ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
+        select_rows(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
+            stride_vs, stride_os, q_len, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
+            doc_stride_1, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
+            ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N, OFFSET, FLOAT, PRECISION,
+        )
