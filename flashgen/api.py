@@ -106,6 +106,8 @@ class Attention:
         backend: backends.Backend = "auto",
         sinks: torch.Tensor | None = None,
         kv_lens: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        seed: int | None = None,
         **data: Any,
     ) -> Any:
         """Attend.
@@ -122,13 +124,18 @@ class Attention:
             backend: `auto`, `cpu`, `interpret`, `portable` or `hopper`.
             sinks: [Hq], where `sinks=True` was declared.
             kv_lens: [B] integers, how many keys of each sequence are valid.
+            dropout_p: the probability that a weight is set to 0; the others grow by
+                1 / (1 - dropout_p). The LSE is that of all weights.
+            seed: an int that says which weights are dropped: the same ones forward and backward,
+                on every backend. Required where dropout_p isn't 0.
             **data: what the mask and the score function ask for, by name.
 
         Returns out [B, Hq, Sq, Dv], or (out, lse). A query without a key gets 0 and -inf.
         Raises FlashgenError for anything that doesn't fit."""
         call = self._check(
-            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data
-        )
+            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data,
+            dropout_p=dropout_p, seed=seed,
+        )  # fmt: skip
         choice = _choose(backend, call, schedule)
         if config.debug:
             from .debug import report_clamped
@@ -201,7 +208,9 @@ class Attention:
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
         for name in ("return_lse", "deterministic", "schedule", "backend"):
             arguments.pop(name, None)
-        known = {n: arguments.pop(n, None) for n in ("scale", "q_offset", "kv_lens", "sinks")}
+        names = ("scale", "q_offset", "kv_lens", "sinks", "seed")
+        known = {n: arguments.pop(n, None) for n in names}
+        known["dropout_p"] = arguments.pop("dropout_p", 0.0)
         return self._check(q, k, v, **known, data=arguments)
 
     @cached_property
@@ -257,8 +266,9 @@ def _restore(program: Program) -> Attention:
 def _choose(backend: str, call: Call, schedule: Schedule | None = None) -> backends.Choice:
     tensors = (call.q, call.k, call.v)
     return backends.choose(
-        backend, call.q.device, call.q.dtype, call.text, tensors=tensors, schedule=schedule
-    )
+        backend, call.q.device, call.q.dtype, call.text, tensors=tensors, schedule=schedule,
+        dropout=call.dropout is not None,
+    )  # fmt: skip
 
 
 def _block_size(call: Call, choice: backends.Choice) -> tuple[int, int]:
@@ -294,6 +304,7 @@ def _run(
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
+        dropout=call.dropout,
         deterministic=deterministic,
     )
 

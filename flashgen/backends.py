@@ -34,10 +34,12 @@ def choose(
     call: object,
     tensors: Sequence[torch.Tensor] = (),
     schedule: Schedule | None = None,
+    dropout: bool = False,
 ) -> Choice:
     """Resolve `auto`, and refuse what can't run. Raises FlashgenError.
 
-    `tensors`: q, k and v, and `schedule` the one that is given: Hopper's kernels want to know."""
+    `tensors`: q, k and v, `schedule` the one that is given, and `dropout` whether weights are
+    dropped: Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
             f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
@@ -48,6 +50,8 @@ def choose(
     no_hopper = ""
     if backend in ("auto", "hopper"):
         no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule)
+        if dropout and not no_hopper:
+            no_hopper = "Hopper's kernels have no dropout"
     if backend == "auto":
         backend, why = "hopper", "generated Gluon kernels for sm_90"
         if no_hopper:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .dropout import Dropout, check_dropout
 from .errors import FlashgenError, format_call
 from .geometry import MAX_POSITION, Geometry, check_offset
 from .spec import Bound, Program
@@ -41,6 +42,7 @@ class Call:
     scale: float
     softcap: float | None
     sinks: torch.Tensor | None
+    dropout: Dropout | None
 
 
 def check(
@@ -55,6 +57,8 @@ def check(
     kv_lens: torch.Tensor | None,
     sinks: torch.Tensor | None,
     data: Mapping[str, Any],
+    dropout_p: float = 0.0,
+    seed: int | None = None,
 ) -> Call:
     """Check one call. Raises FlashgenError for whatever doesn't fit."""
     if v is None:
@@ -73,7 +77,8 @@ def check(
     bound = fit_data(bound, geometry.extents, q.device, text)
     checked_scale = _scale(text, scale, q.shape[-1])
     sinks = _sinks(text, program.sinks, sinks, geometry)
-    return Call(text, q, k, v, geometry, bound, checked_scale, program.softcap, sinks)
+    dropout = check_dropout(dropout_p, seed, text)
+    return Call(text, q, k, v, geometry, bound, checked_scale, program.softcap, sinks, dropout)
 
 
 def _lengths_differ(geometry: Geometry) -> bool:

@@ -28,13 +28,15 @@ class Variant:
     """What shapes a kernel beside its spec. Sizes in elements; lengths are never part of it.
 
     `offset`: where positions come from: `scalar` (an int), `tensor`, or `lens` (bottom-right of
-    per-batch lengths). `wide`: scalars and data lengths passed as 64 bits."""
+    per-batch lengths). `wide`: scalars and data lengths passed as 64 bits. `dropout`: whether
+    weights are dropped."""
 
     head_dim: int
     v_head_dim: int
     offset: str = "scalar"
     kv_lens: bool = False
     wide: frozenset[str] = frozenset()
+    dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def bare(argument: str) -> str:
 
 
 STRIDES = tuple(f"stride_{x}{dim}" for x in "qkvo" for dim in "bhs")
+DROPOUT = ("dropout_seed: tl.int64", "dropout_threshold: tl.int32", "dropout_scale: tl.float32")
 _FIXED_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 
@@ -174,6 +177,7 @@ def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     scaled = spec.score is not None or spec.softcap
     arguments += [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
+    arguments += DROPOUT if variant.dropout else ()
     return arguments + data_arguments(spec, variant)
 
 
@@ -231,6 +235,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
         keep = f"(kv_idx >= 0) & ({keep})"
     arguments = [*(["spoilt_ptr"] if repairs else []), *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
+    helpers |= {"dropped"} if variant.dropout else set()
+    indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     text = (
         environment()
         .get_template(template)
@@ -255,7 +261,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             score=full_score(spec, score),
             softcap=spec.softcap,
             sinks=spec.sinks,
-            uses_q_idx="q_idx" in leaves(spec.mask, "index") | leaves(spec.score, "index"),
+            dropout=variant.dropout,
+            uses_q_idx="q_idx" in indices or variant.dropout,
             **_select_arguments(arguments),
         )
     )

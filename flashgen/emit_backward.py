@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .differentiate import ZERO, Derivatives, differentiate
 from .emit import (
+    DROPOUT,
     INDEX_NAMES,
     Variant,
     bare,
@@ -24,17 +25,24 @@ from .lower import Lowered, isolate, lower
 from .spec import Spec
 
 TEMPLATE = "backward.py.j2"
+# Of a sum that `add_exactly` makes (templates/functions.j2): its 64-bit integers.
+EXACT_WORDS = 14
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients are computed: of q, k and v, and of data by name; whether the LSE has one."""
+    """Which gradients are computed: of q, k and v, and of data by name; whether the LSE has one.
+
+    Of `data`, those in `stored` have no element that two pairs read: they are written, the others
+    added up. `exact`: in integers, so that the order of adding changes nothing."""
 
     q: bool = True
     k: bool = True
     v: bool = True
     data: tuple[str, ...] = ()
     lse: bool = False
+    stored: tuple[str, ...] = ()
+    exact: bool = False
 
     @property
     def by_query(self) -> bool:
@@ -49,13 +57,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Module:
-    """A generated module, and the arguments of its three kernels in order."""
+    """A generated module, and the arguments of its three kernels in order.
+
+    `per_pair`: the queries' kernel writes gradients of data for each pair."""
 
     name: str
     text: str
     prepare: tuple[str, ...]
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    per_pair: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,12 +103,14 @@ class Term:
     """The gradient of data where the score function reads it.
 
     `axes`: along which of queries and keys the place in the data changes; `total` names the sum
-    that is kept over a row block where it doesn't change along the keys."""
+    that is kept over a row block where it doesn't change along the keys. `how` it gets to its
+    `offset` in the buffer: `store`, `add`, or `add_exactly`."""
 
     name: str
     value: str
     offset: str
     axes: str
+    how: str
     total: str = ""
 
 
@@ -119,6 +132,8 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
     by_key = _math(spec, variant, wanted, "kv")
     prepare, queries, keys = _kernels(spec, variant, wanted)
     helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
+    helpers |= {"dropped"} if variant.dropout else set()
+    helpers |= {term.how for term in by_query.terms} & {"add_exactly"}
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     text = (
         environment()
@@ -143,15 +158,19 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
             v_parts=parts_of(variant.v_head_dim),
             kv_lens=variant.kv_lens,
             offset=variant.offset,
-            uses_q_idx="q_idx" in indices,
+            dropout=variant.dropout,
+            uses_q_idx="q_idx" in indices or variant.dropout,
             used_in=used_in,
         )
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
-    arguments = (tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys))
-    return Module(f"{name}_bwd", tidy(text), *arguments)
+    first, second, third = (
+        tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys)
+    )
+    per_pair = any(term.axes == "both" for term in by_query.terms)
+    return Module(f"{name}_bwd", tidy(text), first, second, third, per_pair)
 
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
@@ -165,7 +184,7 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     slope = const(1.0) if found.score == ZERO else found.score
     reads = [(load, by) for load, by in found.loads if load.attr in wanted.data]
     reads = reads if block == "q" else []
-    exprs = [spec.score, slope, *(x for load, by in reads for x in (by, _offset(load)))]
+    exprs = [spec.score, slope, *(x for load, by in reads for x in (by, _offset(load, wanted)))]
     taken = [line.partition(" = ")[0] for part in mask.statements for line in part]
     score = _lower(exprs, spec, variant, block, taken)
     first, later = _split(score.statements[1], score.results[0])
@@ -173,7 +192,7 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     if not _reads_score(spec.score):
         text = f"tl.zeros_like(s) + ({text})"
     terms = tuple(
-        _term(load, by, offset, number)
+        _term(load, by, offset, number, _how(load.attr, wanted))
         for number, ((load, _), by, offset) in enumerate(
             zip(reads, rest[::2], rest[1::2], strict=True)
         )
@@ -214,7 +233,13 @@ def _split(lines: tuple[str, ...], result: str) -> tuple[tuple[str, ...], tuple[
     return first, tuple(line for line in lines if line not in first)
 
 
-def _offset(load: Expr) -> Expr:
+def _how(name: str, wanted: Wanted) -> str:
+    if name in wanted.stored:
+        return "store"
+    return "add_exactly" if wanted.exact else "add"
+
+
+def _offset(load: Expr, wanted: Wanted) -> Expr:
     """Where a load's gradient lies in a contiguous buffer of the data's shape."""
     place = const(0)
     for dim, position in enumerate(load.args):
@@ -223,15 +248,17 @@ def _offset(load: Expr) -> Expr:
             inside = make("maximum", position, const(0))
             position = make("minimum", inside, make("sub", size, const(1)))
         place = make("add", make("mul", place, size), position)
+    if _how(load.attr, wanted) == "add_exactly":
+        place = make("mul", place, const(EXACT_WORDS))
     return place
 
 
-def _term(load: Expr, by: str, offset: str, number: int) -> Term:
+def _term(load: Expr, by: str, offset: str, number: int, how: str) -> Term:
     indices = leaves(load, "index")
     sides = [side for side in ("q", "kv") if f"{side}_idx" in indices]
     axes = "both" if len(sides) == 2 or _reads_score(load) else (*sides, "none")[0]
     total = f"{load.attr}_total_{number}" if axes in ("q", "none") else ""
-    return Term(load.attr, "ds" if by == "1.0" else f"ds * ({by})", offset, axes, total)
+    return Term(load.attr, "ds" if by == "1.0" else f"ds * ({by})", offset, axes, how, total)
 
 
 def _strides(*letters: str) -> tuple[str, ...]:
@@ -287,6 +314,7 @@ def _attention_kernel(
     arguments += ["q_len: tl.int32", "padded_len: tl.int64", *_position_arguments(variant)]
     arguments += ["scale: tl.float32", "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
+    arguments += DROPOUT if variant.dropout else ()
     arguments += data_arguments(spec, variant)
     names = [bare(a) for a in arguments]
     known = tuple(dict.fromkeys([*names, "kv_len", "q_offset", *derived]))

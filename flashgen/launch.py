@@ -12,6 +12,7 @@ import torch
 
 from . import cache, emit
 from .config import config
+from .dropout import Dropout
 from .errors import FlashgenError
 from .geometry import Geometry
 from .lower.widths import scalar_is_wide, size_name
@@ -53,7 +54,9 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def variant_of(bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int) -> emit.Variant:
+def variant_of(
+    bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int, dropout: bool = False
+) -> emit.Variant:
     """Which kernel a call needs."""
     wide = {s for s, value in bound.scalars.items() if _is_wide(value)}
     for name, tensor in bound.tensors.items():
@@ -63,7 +66,8 @@ def variant_of(bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int)
         offset = "tensor"
     elif geometry.q_offset is None and geometry.kv_lens is not None:
         offset = "lens"
-    return emit.Variant(head_dim, v_head_dim, offset, geometry.kv_lens is not None, frozenset(wide))
+    lens = geometry.kv_lens is not None
+    return emit.Variant(head_dim, v_head_dim, offset, lens, frozenset(wide), dropout)
 
 
 def _is_wide(value: Any) -> bool:
@@ -138,6 +142,17 @@ def position_values(geometry: Geometry) -> dict[str, Any]:
     return values
 
 
+def dropout_values(dropout: Dropout | None) -> dict[str, Any]:
+    """The kernel's arguments for dropout."""
+    if dropout is None:
+        return {}
+    return {
+        "dropout_seed": dropout.seed,
+        "dropout_threshold": dropout.threshold,
+        "dropout_scale": dropout.scale,
+    }
+
+
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
     """The kernel's arguments for a schedule's runs; strides count rows of tiles."""
     runs = schedule.kv_runs
@@ -164,6 +179,7 @@ def forward(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the portable forward kernel: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq]."""
     q, k, v, scale = positive_scale(q, k, v, scale)
@@ -172,11 +188,12 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=kind, device=q.device)
     if not lse.numel():
         return out, lse
-    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], dropout is not None)
     values = forward_values(
         q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
         softcap=softcap, sinks=sinks,
     )  # fmt: skip
+    values |= dropout_values(dropout)
     kernel, generated = _kernel(bound.spec, variant, key_parts())
     target = current_target(q.device)
     tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from . import cache, emit
+from . import cache, data_gradients, emit
+from .dropout import Dropout
 from .emit_backward import Module, Wanted, ignores_score
 from .emit_backward import backward as emit_backward
-from .errors import FlashgenError
 from .geometry import Geometry
 from .launch import (
     LOG2E,
     constants_of,
     current_target,
     data_values,
+    dropout_values,
     key_parts,
     launch,
     multiprocessors,
@@ -120,10 +121,27 @@ def tilings(
     v_head_dim: int,
     block_size: tuple[int, int],
     has_score: bool = False,
+    per_pair: bool = False,
 ) -> _Pair:
     """The blocks of the two kernels on a schedule's tiles: (block_m queries, block_n keys) each.
 
-    A score function's derivative wants registers: small blocks for it."""
+    A score function's derivative wants registers: small blocks for it. `per_pair`: the first one
+    writes gradients of data for each pair, at addresses that take as many as its products."""
+    queries, keys = _tilings(target, dtype, head_dim, v_head_dim, block_size, has_score)
+    if per_pair and target.backend != "interpret":
+        warps = 8 if target.backend == "cuda" else 4
+        queries = Tiling(min(queries.block_m, 64), min(queries.block_n, 32), warps, 1)
+    return queries, keys
+
+
+def _tilings(
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: tuple[int, int],
+    has_score: bool,
+) -> _Pair:
     table = _table(target, dtype)
     widest = max(head_dim, v_head_dim)
     pairs = next(pairs for most, pairs in table if widest <= most)
@@ -156,39 +174,37 @@ def backward(
     sinks: torch.Tensor | None = None,
     sinks_wanted: bool = False,
     deterministic: bool = False,
+    dropout: Dropout | None = None,
 ) -> Gradients:
-    """Gradients of the portable forward. Raises FlashgenError where `deterministic` can't be."""
-    _check_order(wanted, deterministic)
-    kernels = replace(wanted, lse=saved.grad_lse is not None)
-    if ignores_score(bound.spec):
-        kernels = replace(kernels, q=False, k=False)
+    """Gradients of the portable forward; `deterministic`: equal bit by bit from run to run."""
+    kernels = _kernels(saved, wanted, bound, geometry, deterministic)
     grads = _allocate(saved, wanted, kernels, bound)
     if not saved.lse.numel() or not saved.k.shape[2]:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     saved = _unit_strides(saved)
-    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap)
+    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout)
     run.prepare()
     if kernels.by_query:
         run.by_query(grads)
     if kernels.by_key:
         run.by_key(grads)
     of_sinks = _sink_gradient(sinks, saved.lse, run.delta) if sinks_wanted else None
-    data = {n: g.to(bound.tensors[n].dtype) for n, g in grads.data.items()}
-    return replace(grads, sinks=of_sinks, data=data)
+    return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 
-def _check_order(wanted: Wanted, deterministic: bool) -> None:
-    if deterministic and wanted.data:
-        raise FlashgenError(
-            f"the gradient of {', '.join(wanted.data)} is added up by many programs in no fixed "
-            "order, and a deterministic one is asked for",
-            write='deterministic=False, backend="cpu", or data that requires no gradient',
-        )
+def _kernels(
+    saved: Saved, wanted: Wanted, bound: Bound, geometry: Geometry, deterministic: bool
+) -> Wanted:
+    """What the kernels compute of what is wanted, and how."""
+    stored = data_gradients.stored(bound.spec, wanted.data, geometry)
+    # float64 is for the interpreter, whose programs run one after the other.
+    exact = deterministic and len(stored) < len(wanted.data) and saved.q.dtype != torch.float64
+    kernels = replace(wanted, lse=saved.grad_lse is not None, stored=stored, exact=exact)
+    return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
 
 
 def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gradients:
     """Buffers for the kernels to write; zeros for what they leave out or add to."""
-    kind = saved.lse.dtype
 
     def like(x: torch.Tensor, is_wanted: bool, is_written: bool) -> torch.Tensor | None:
         if not is_wanted:
@@ -196,13 +212,11 @@ def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gr
         made = torch.empty_like(x) if is_written else torch.zeros_like(x)
         return made if made.stride(-1) == 1 else made.contiguous()
 
-    shapes = {name: bound.tensors[name].shape for name in wanted.data}
-    data = {n: torch.zeros(s, dtype=kind, device=saved.q.device) for n, s in shapes.items()}
     return Gradients(
         like(saved.q, wanted.q, kernels.q),
         like(saved.k, wanted.k, kernels.k),
         like(saved.v, wanted.v, kernels.v),
-        data=data,
+        data=data_gradients.allocate(kernels, bound, saved.lse.dtype),
     )
 
 
@@ -218,8 +232,7 @@ def _without_pairs(
         of_sinks = torch.zeros_like(sinks)
         if saved.grad_lse is not None:
             of_sinks = saved.grad_lse.sum((0, 2)).to(sinks.dtype)
-    data = {n: g.to(bound.tensors[n].dtype) for n, g in grads.data.items()}
-    return replace(grads, sinks=of_sinks, data=data)
+    return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 
 def _unit_strides(saved: Saved) -> Saved:
@@ -256,15 +269,18 @@ class _Run:
         schedule: Schedule,
         scale: float,
         softcap: float | None,
+        dropout: Dropout | None,
     ) -> None:
         self.saved, self.geometry, self.schedule = saved, geometry, schedule
         head_dim, v_head_dim = saved.q.shape[-1], saved.v.shape[-1]
-        variant = variant_of(bound, geometry, head_dim, v_head_dim)
+        variant = variant_of(bound, geometry, head_dim, v_head_dim, dropout is not None)
         self.module, self.made = _module(bound.spec, variant, wanted, key_parts())
         target = current_target(saved.q.device)
         dims = (head_dim, v_head_dim)
         changed = bound.spec.score is not None or softcap is not None
-        self.tilings = tilings(target, saved.q.dtype, *dims, schedule.block_size, changed)
+        self.tilings = tilings(
+            target, saved.q.dtype, *dims, schedule.block_size, changed, self.made.per_pair
+        )
         tile = schedule.block_size[0]
         self.padded_len = math.ceil(geometry.q_len / tile) * tile
         shape = (geometry.batch, geometry.heads, self.padded_len)
@@ -278,7 +294,7 @@ class _Run:
             "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
             "capacity": geometry.kv_len, "scale": scale, "softcap": softcap,
             "scale_log2": LOG2E if changed else scale * LOG2E,
-            **position_values(geometry), **data_values(bound),
+            **position_values(geometry), **data_values(bound), **dropout_values(dropout),
         }  # fmt: skip
         given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
         for letter, tensor in (*given, ("o", saved.out)):

@@ -29,7 +29,7 @@ def _forward(call: Call, choice: Choice) -> list[emit.Generated]:
 def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
     bound = spell(call.bound)
     dims = (call.q.shape[-1], call.v.shape[-1])
-    return bound.spec, launch.variant_of(bound, call.geometry, *dims)
+    return bound.spec, launch.variant_of(bound, call.geometry, *dims, call.dropout is not None)
 
 
 def _all(call: Call, choice: Choice) -> list[emit.Generated]:
@@ -38,7 +38,7 @@ def _all(call: Call, choice: Choice) -> list[emit.Generated]:
     backward = launch_backward.generate(spec, variant, Wanted())
     made = [*_forward(call, choice), emit.Generated(backward.name, backward.text, ())]
     if spec.mask is not None:
-        planning = replace(variant, head_dim=0, v_head_dim=0)
+        planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
         made.append(plan.generate(spec, planning).generated)
     return [*made, plan.compaction()]
 

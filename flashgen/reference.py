@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .dropout import Dropout, check_dropout
 from .expr import Env, evaluate
 from .spec import Bound, Program
 from .spec.data import fit_data
@@ -88,11 +89,15 @@ def attention_reference(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    q_offset: int | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense softmax attention in float64.
 
     q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]; `mask` broadcasts to
     [B, Hq, Sq, Skv]; `score` maps the scaled scores [B, Hq, Sq, Skv] to new ones; `sinks` [Hq].
+    `dropout_p` and `seed` drop the weights that a call drops; `q_offset` serves them alone.
     Returns out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq], which includes the sink. A
     row without keys gives 0 and -inf (the sink, if there is one)."""
     group = q.shape[1] // max(1, k.shape[1])
@@ -112,9 +117,26 @@ def attention_reference(
     lse = torch.logsumexp(scores, dim=-1)
     safe = torch.where(lse == -torch.inf, 0.0, lse)
     weights = torch.exp(scores - safe[..., None])[..., : k.shape[2]]
+    dropout = check_dropout(dropout_p, seed, "attention_reference(...)")
+    if dropout is not None:
+        weights = _drop(weights, dropout, q_offset)
     if torch.isfinite(v).all():
         return weights @ v, lse
     # Selected, not multiplied: garbage in a value that a row doesn't see must not reach it.
     weights = weights.unsqueeze(-1)
     terms = torch.where(weights == 0, 0.0, weights * v.unsqueeze(2))
     return terms.sum(dim=3), lse
+
+
+def _drop(
+    weights: torch.Tensor, dropout: Dropout, q_offset: int | torch.Tensor | None
+) -> torch.Tensor:
+    q_len, kv_len = weights.shape[2:]
+    b, h, rows, kv_idx = (
+        torch.arange(n, device=weights.device).view([-1 if d == dim else 1 for d in range(4)])
+        for dim, n in enumerate(weights.shape)
+    )
+    offset = kv_len - q_len if q_offset is None else q_offset
+    first = offset.reshape(-1, 1, 1, 1) if isinstance(offset, torch.Tensor) else offset
+    dropped = dropout.dropped(b, h, rows + first, kv_idx)
+    return torch.where(dropped, 0.0, weights * dropout.scale)

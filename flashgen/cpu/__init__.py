@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from .. import launch_backward
+from ..dropout import Dropout
 from ..expr import leaves
 from ..geometry import Geometry
 from ..schedule import Schedule
@@ -32,10 +33,11 @@ class Walk:
         schedule: Schedule,
         scale: float,
         softcap: float | None = None,
+        dropout: Dropout | None = None,
         deterministic: bool = False,
     ) -> None:
         self._bound, self._geometry, self._schedule = bound, geometry, schedule
-        self._scale, self._softcap = scale, softcap
+        self._scale, self._softcap, self._dropout = scale, softcap, dropout
 
     @cached_property
     def _blocks(self) -> list[Block]:
@@ -87,4 +89,4 @@ class Walk:
         bound = replace(self._bound, tensors=dict(zip(names, data, strict=True)))
         rules = Rules(bound, self._geometry, self._softcap, dtype)
         wide = None if sinks is None else sinks.to(dtype).reshape(1, -1, 1)
-        return Problem(rules, self._blocks, self._scale, wide)
+        return Problem(rules, self._blocks, self._scale, wide, self._dropout)

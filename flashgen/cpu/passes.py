@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dropout import Dropout
 from .blocks import Block
 from .scores import Changed, Rules, is_finite
 
@@ -22,6 +23,17 @@ class Problem:
     blocks: Sequence[Block]
     scale: float
     sinks: torch.Tensor | None
+    dropout: Dropout | None = None
+
+    def dropped(self, block: Block) -> torch.Tensor | None:
+        """Booleans [B, Hq, rows, columns]; None without dropout."""
+        return None if self.dropout is None else self.rules.dropped(self.dropout, block)
+
+    def drop(self, x: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
+        """0 where a pair is dropped, larger elsewhere."""
+        if self.dropout is None or dropped is None:
+            return x
+        return (x * self.dropout.scale).masked_fill_(dropped, 0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,6 +83,7 @@ def forward(
         scores = rules.mask(rules.change(raw, block), raw, block)
         sink = None if sinks is None else sinks[:, block.heads]
         weights, total, lse[block.queries] = _softmax(scores, sink)
+        weights = problem.drop(weights, problem.dropped(block))
         product = block.by_head(_product(block.by_kv_head(weights), block.gather(v)))
         out[block.queries] = product / torch.where(total == 0, 1, total)[..., None]
     return out, lse
@@ -129,11 +142,14 @@ def _backward_block(problem: Problem, block: Block, saved: Saved, grads: Gradien
     # Weights of a row without keys are 0, not NaN, which would take the slower way below.
     lse = torch.where(lse == -torch.inf, 0, lse)
     weights = _exp_(scores - lse[..., None])
-    grad = block.by_head(grad_out @ values.mT).sub_(delta[..., None]).mul_(weights)
+    dropped = problem.dropped(block)
+    grad = problem.drop(block.by_head(grad_out @ values.mT), dropped)
+    grad = grad.sub_(delta[..., None]).mul_(weights)
     if not is_finite(grad):
         grad, weights = (torch.where(scores == -torch.inf, 0, x) for x in (grad, weights))
     grad = block.by_kv_head(changed.pull_back(grad, scores))
 
+    weights = problem.drop(weights, dropped)
     block.scatter_add(grads.v, _product(block.by_kv_head(weights).mT, grad_out))
     block.scatter_add(grads.k, _product(grad.mT, queries))
     grads.q[block.queries] = block.by_head(_product(grad, keys)) * problem.scale

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..dropout import Dropout
 from ..expr import Env, Expr, evaluate, leaves, walk
 from ..geometry import Geometry
 from ..spec import Bound
@@ -50,6 +51,12 @@ class Rules:
             env = self.env(mask, block, skip=full)
             scores[..., full:].masked_fill_(~evaluate(mask, env), -torch.inf)
         return scores
+
+    def dropped(self, dropout: Dropout, block: Block) -> torch.Tensor:
+        """Booleans [B, Hq, rows, columns]."""
+        rows = self._line(2, block.rows) + _per_batch(self.geometry.offset, block)
+        b, h = self._line(0, block.batch), self._line(1, block.heads)
+        return dropout.dropped(b, h, rows, self._line(3, *block.columns))
 
     def env(
         self, expr: Expr, block: Block, *, skip: int = 0, dtype: torch.dtype = torch.float32

@@ -45,7 +45,10 @@ def compile_backward(
     made = generate(spec, variant, wanted)
     module = cache.module(made.name, made.text, launch.key_parts())
     dtypes = POINTERS | {f"{t.name}_ptr": t.dtype for t in spec.tensors}
-    dtypes |= {f"grad_{name}_ptr": torch.float32 for name in wanted.data}
+    added = torch.int64 if wanted.exact else torch.float32
+    dtypes |= {
+        f"grad_{n}_ptr": torch.bfloat16 if n in wanted.stored else added for n in wanted.data
+    }
     floats = {"scale", "scale_log2", "softcap"}
     names = {"q": made.queries, "kv": made.keys}[kind]
     values = [
@@ -55,7 +58,7 @@ def compile_backward(
         for name in names
     ]
     arch, changed = target_of(*aot.TARGETS[target]), bool(spec.score or spec.softcap)
-    pair = tilings(arch, dtype, head_dim, head_dim, tile, changed)
+    pair = tilings(arch, dtype, head_dim, head_dim, tile, changed, made.per_pair)
     tiling = pair[kind == "kv"]
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     return aot.compile_kernel(
@@ -86,6 +89,46 @@ def test_causal(target: str, head_dim: int, kind: str) -> None:
     check(target, compile_backward(spec, target, kind, head_dim))
 
 
+@fg.attention(mask=masks.causal)
+def rows_and_columns(score, h, q_idx, kv_idx, slope: fg.Tensor, gate: fg.Tensor, column: fg.Tensor):
+    return score + slope[h] * kv_idx + gate[q_idx] * column[kv_idx]
+
+
+@fg.attention(mask=masks.causal)
+def relative(score, q_idx, kv_idx, table: fg.Tensor):
+    return score + table[q_idx - kv_idx]
+
+
+@fg.attention(mask=masks.causal)
+def biased(score, b, h, q_idx, kv_idx, bias: fg.Tensor):
+    return score + bias[b, h, q_idx, kv_idx]
+
+
+@pytest.mark.parametrize("how", ["add", "exact"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_gradients_of_data_by_rows_and_columns(target: str, how: str) -> None:
+    data = {"slope": torch.zeros(1), "gate": torch.zeros(16), "column": torch.zeros(16)}
+    wanted = Wanted(data=tuple(data), exact=how == "exact")
+    compiled = compile_backward(spec_of(rows_and_columns, **data), target, "q", 64, wanted=wanted)
+    print(compiled)
+    assert compiled.spills is not None
+    assert compiled.spills <= 128
+
+
+@pytest.mark.parametrize("how", ["add", "exact", "stored"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_gradients_of_data_by_pairs(target: str, how: str) -> None:
+    """Added up as floats or in integers; or stored, where no two pairs share an element."""
+    learned, size = (biased, (1, 1, 16, 16)) if how == "stored" else (relative, (16,))
+    (name,) = (a.name for a in learned._program.params)
+    wanted = Wanted(data=(name,), exact=how == "exact", stored=(name,) * (how == "stored"))
+    spec = spec_of(learned, **{name: torch.zeros(size)})
+    compiled = compile_backward(spec, target, "q", 64, wanted=wanted)
+    print(compiled)
+    assert compiled.spills is not None
+    assert compiled.spills <= 64
+
+
 @pytest.mark.parametrize("kind", ["q", "kv"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_documents_with_learned_slopes(target: str, kind: str) -> None:
@@ -100,6 +143,16 @@ def test_documents_with_learned_slopes(target: str, kind: str) -> None:
     print(compiled)
     assert compiled.spills is not None
     assert compiled.spills <= 512
+
+
+@pytest.mark.parametrize("kind", ["q", "kv"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_dropout(target: str, kind: str) -> None:
+    spec = spec_of(fg.Attention(mask=masks.causal))
+    compiled = compile_backward(spec, target, kind, 64, variant=Variant(64, 64, dropout=True))
+    print(compiled)
+    assert compiled.spills is not None
+    assert compiled.spills <= 256
 
 
 @pytest.mark.parametrize("wanted", [Wanted(q=False, k=False), Wanted(v=False)], ids=str)
