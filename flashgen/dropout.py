@@ -40,7 +40,7 @@ class Dropout:
         """Booleans [B, Hq, Sq, Skv] for indices that broadcast to it; `kv_idx` [1, 1, 1, Skv]."""
         groups, place = torch.unique(kv_idx.reshape(-1) // _GROUP, return_inverse=True)
         drawn = philox(self.seed, (groups, q_idx, h, b))
-        shape = torch.broadcast_shapes(*(x.shape for x in drawn))
+        shape = torch.broadcast_shapes(*(x.shape for x in drawn))  # type: ignore[no-untyped-call]
         numbers = torch.stack([x.expand(shape) for x in drawn], -1).flatten(-2)
         numbers = numbers[..., place * _GROUP + kv_idx.reshape(-1) % _GROUP]
         return numbers >> 1 < self.threshold
