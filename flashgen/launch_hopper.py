@@ -100,8 +100,11 @@ def forward(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    dropout: None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run Hopper's forward kernel; arguments and results are those of `launch.forward`."""
+    """Run Hopper's forward kernel; arguments and results are those of `launch.forward`.
+
+    It has no dropout."""
     q, k, v, scale = launch.positive_scale(q, k, v, scale)
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
