@@ -278,7 +278,7 @@ def launch(
             write="fewer queries, heads or batch elements in one call",
         )
     arguments = [values[name] for name in names]
-    device = arguments[0].device
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
     with _on(device):
         kernel[(programs,)](*arguments, **constants, **options)

@@ -1,0 +1,65 @@
+"""Hopper's launches without a GPU: every kernel is given just the arguments that it declares."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import flashgen as fg
+from flashgen import launch, launch_hopper, masks
+from flashgen.tiling import target_of
+
+H200 = target_of("cuda", 90)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that would run, once their arguments were bound."""
+    names: list[str] = []
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        signature = inspect.signature(self.fn)
+        known = {name: x for name, x in options.items() if name in signature.parameters}
+        bound = signature.bind(*arguments, **known)
+        assert set(options) - set(known) <= {"num_warps", "num_stages", "maxnreg"}
+        assert not any(x is None for x in bound.arguments.values())
+        names.append(self.fn.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(launch, "current_target", lambda device: H200)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("attention", "data"),
+    [
+        (fg.Attention(), {}),
+        (fg.Attention(mask=masks.causal_document, softcap=20.0), {"doc": torch.zeros(2, 200)}),
+        (fg.Attention(mask=masks.sliding_window, sinks=True), {"window": 30}),
+    ],
+    ids=["full", "documents", "window"],
+)
+@pytest.mark.parametrize("kv_lens", [None, torch.tensor([100, 150])], ids=["whole", "lens"])
+def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -> None:
+    data = {n: x.int() if isinstance(x, torch.Tensor) else x for n, x in data.items()}
+    q, k = (torch.randn(2, h, 200, 64, dtype=torch.bfloat16) for h in (4, 2))
+    sinks = torch.zeros(4) if attention._program.sinks else None
+    given = {"scale": None, "q_offset": None, "kv_lens": kv_lens, "sinks": sinks}
+    call = attention._check(q, k, k, **given, data=data)
+    schedule = attention.schedule(q, k, block_size=(128, 128), kv_lens=kv_lens, **data)
+    out, lse = launch_hopper.forward(
+        *(q, k, k),
+        bound=call.bound,
+        geometry=call.geometry,
+        schedule=schedule,
+        scale=call.scale,
+        softcap=attention._program.softcap,
+        sinks=sinks,
+    )
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    assert launched == ["attention_forward", "repair_rows"]
