@@ -219,6 +219,8 @@ def _placeholders(
         "spoilt_ptr": torch.int8,
         "sinks_ptr": torch.float32,
     }
+    places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr")
+    dtypes |= dict.fromkeys(places, torch.int32)
     for tensor in spec.tensors:
         kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         dtypes[f"{tensor.name}_ptr"] = kind

@@ -11,6 +11,7 @@ import torch
 
 from . import backends, launch, launch_hopper, ops
 from .call import Call, CallText, check
+from .check_storage import PageLayout, Storage
 from .config import config
 from .errors import FlashgenError
 from .schedule import Planner, Schedule
@@ -21,15 +22,7 @@ from .tiling import choose
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
-_LATER = {
-    "cu_seqlens_q": "packed input",
-    "cu_seqlens_kv": "packed input",
-    "max_seqlen_q": "packed input",
-    "max_seqlen_kv": "packed input",
-    "page_table": "a paged cache",
-    "page_layout": "a paged cache",
-    "batch_invariant": "batch-invariant decoding",
-}
+_LATER = {"batch_invariant": "batch-invariant decoding"}
 # Schedules kept of masks that read no data: they depend on lengths and scalars only.
 _KEPT = 16
 
@@ -106,6 +99,12 @@ class Attention:
         backend: backends.Backend = "auto",
         sinks: torch.Tensor | None = None,
         kv_lens: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        page_table: torch.Tensor | None = None,
+        page_layout: PageLayout | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
         **data: Any,
@@ -115,6 +114,7 @@ class Attention:
         Args:
             q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; float16, bfloat16 or
                 float32 (float64 on the CPU), any strides; Hq a multiple of Hkv; D, Dv up to 256.
+                Packed and paged: see below.
             scale: factor of q·k, D^-0.5 by default.
             q_offset: position of the first query: an int, or an integer tensor of shape [], [1]
                 or [B]; by default the queries are the last positions.
@@ -124,6 +124,13 @@ class Attention:
             backend: `auto`, `cpu`, `interpret`, `portable` or `hopper`.
             sinks: [Hq], where `sinks=True` was declared.
             kv_lens: [B] integers, how many keys of each sequence are valid.
+            cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], packed sequences: q [Tq, Hq, D] holds
+                those of b from cu_seqlens_q[b] to cu_seqlens_q[b + 1], k, v [Tk, Hkv, D] alike.
+                Masks see b as the sequence, and positions inside it.
+            max_seqlen_q, max_seqlen_kv: what no sequence is longer than; saves memory and time.
+            page_table: int32 [B, P], the pages of each sequence in order, of its kv_lens[b] keys;
+                k, v are pages, in the layout `page_layout`: "NHD" [pages, page size, Hkv, D], the
+                default, or "HND" [pages, Hkv, page size, D]. q may be packed. No gradients.
             dropout_p: the probability that a weight is set to 0; the others grow by
                 1 / (1 - dropout_p). The LSE is that of all weights.
             seed: an int that says which weights are dropped: the same ones forward and backward,
@@ -131,9 +138,19 @@ class Attention:
             **data: what the mask and the score function ask for, by name.
 
         Returns out [B, Hq, Sq, Dv], or (out, lse). A query without a key gets 0 and -inf.
+        Packed queries: out [Tq, Hq, Dv], lse [Hq, Tq].
         Raises FlashgenError for anything that doesn't fit."""
+        storage = Storage(
+            kv_lens,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            page_table,
+            page_layout,
+        )
         call = self._check(
-            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, kv_lens=kv_lens, data=data,
+            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, storage=storage, data=data,
             dropout_p=dropout_p, seed=seed,
         )  # fmt: skip
         choice = _choose(backend, call, schedule)
@@ -146,6 +163,8 @@ class Attention:
         else:
             check_fits(schedule, call.bound, call.geometry, call.text)
         out, lse = _run(choice.name, call, schedule, bool(deterministic))
+        if call.geometry.packing is not None:
+            out, lse = out[0].transpose(0, 1), lse[0]
         return (out, lse) if return_lse else out
 
     def schedule(
@@ -155,7 +174,6 @@ class Attention:
         v: torch.Tensor | None = None,
         *,
         q_offset: int | torch.Tensor | None = None,
-        kv_lens: torch.Tensor | None = None,
         block_size: int | tuple[int, int] | None = None,
         planner: Planner = "auto",
         **data: Any,
@@ -165,19 +183,21 @@ class Attention:
         `block_size` is (queries, keys) of a tile, multiples of 16 up to 256; by default what the
         kernel works on. `planner`: `bounds` decides by the tile rule alone, `exact` and `auto`
         look at the elements of tiles that it leaves open. Data of the score function may be left
-        out. Raises FlashgenError like the call."""
+        out; `kv_lens`, packed and paged tensors are given like to the call.
+        Raises FlashgenError like the call."""
+        storage = Storage.take(data)
         program = self._mask_program
         if program is not self._program:
             wanted = {a.name for a in program.params}
             score_only = {a.name for a in self._program.params} - wanted
             data = {name: value for name, value in data.items() if name not in score_only}
-        text = self._text(q, k, v, q_offset=q_offset, kv_lens=kv_lens, **data)
+        text = self._text(q, k, v, q_offset=q_offset, **storage.given(), **data)
         call = check(
             *(program, text, q, k, k if v is None else v),
             scale=None,
             sinks=None,
             q_offset=q_offset,
-            kv_lens=kv_lens,
+            storage=storage,
             data=data,
         )
         if block_size is None:
@@ -208,10 +228,11 @@ class Attention:
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
         for name in ("return_lse", "deterministic", "schedule", "backend"):
             arguments.pop(name, None)
-        names = ("scale", "q_offset", "kv_lens", "sinks", "seed")
+        names = ("scale", "q_offset", "sinks", "seed")
         known = {n: arguments.pop(n, None) for n in names}
         known["dropout_p"] = arguments.pop("dropout_p", 0.0)
-        return self._check(q, k, v, **known, data=arguments)
+        storage = Storage.take(arguments)
+        return self._check(q, k, v, **known, storage=storage, data=arguments)
 
     @cached_property
     def _mask_program(self) -> Program:
@@ -220,9 +241,11 @@ class Attention:
         plain = given.score is None and given.softcap is None and not given.sinks
         return given if plain and given.heads is None else Program(given.mask)
 
-    def _check(self, q: Any, k: Any, v: Any, *, data: dict[str, Any], **arguments: Any) -> Call:
-        text = self._text(q, k, v, **arguments, **data)
-        return check(self._program, text, q, k, v, data=data, **arguments)
+    def _check(
+        self, q: Any, k: Any, v: Any, *, storage: Storage, data: dict[str, Any], **arguments: Any
+    ) -> Call:
+        text = self._text(q, k, v, **arguments, **storage.given(), **data)
+        return check(self._program, text, q, k, v, storage=storage, data=data, **arguments)
 
     def _text(self, q: Any, k: Any, v: Any, **arguments: Any) -> CallText:
         """The call, for errors; refuses what isn't here yet. Raises FlashgenError."""
@@ -266,9 +289,12 @@ def _restore(program: Program) -> Attention:
 def _choose(backend: str, call: Call, schedule: Schedule | None = None) -> backends.Choice:
     tensors = (call.q, call.k, call.v)
     return backends.choose(
-        backend, call.q.device, call.q.dtype, call.text, tensors=tensors, schedule=schedule,
+        *(backend, call.q.device, call.q.dtype, call.text),
+        tensors=tensors,
+        schedule=schedule,
         dropout=call.dropout is not None,
-    )  # fmt: skip
+        geometry=call.geometry,
+    )
 
 
 def _block_size(call: Call, choice: backends.Choice) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from . import launch_hopper
 from .errors import FlashgenError
+from .geometry import Geometry
 from .schedule import Schedule
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
@@ -35,11 +36,12 @@ def choose(
     tensors: Sequence[torch.Tensor] = (),
     schedule: Schedule | None = None,
     dropout: bool = False,
+    geometry: Geometry | None = None,
 ) -> Choice:
     """Resolve `auto`, and refuse what can't run. Raises FlashgenError.
 
-    `tensors`: q, k and v, `schedule` the one that is given, and `dropout` whether weights are
-    dropped: Hopper's kernels want to know."""
+    `tensors`: q, k and v; `schedule`: the one that is given; `dropout`: whether weights are
+    dropped; and where the tensors lie: Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
             f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
@@ -49,7 +51,7 @@ def choose(
     why = "asked for"
     no_hopper = ""
     if backend in ("auto", "hopper"):
-        no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule)
+        no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:
             no_hopper = "Hopper's kernels have no dropout"
     if backend == "auto":

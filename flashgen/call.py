@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .check_storage import (
+    Storage,
+    check_mix,
+    check_pages,
+    check_size,
+    packing_of,
+    pages_of,
+    views,
+)
+from .config import config
 from .dropout import Dropout, check_dropout
 from .errors import FlashgenError, format_call
 from .geometry import MAX_POSITION, Geometry, check_offset
 from .spec import Bound, Program
 from .spec.data import fit_data
+from .storage import Pages
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -31,7 +42,9 @@ class CallText:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Checked inputs: tensors, lengths and positions, the spec with its data, the scale."""
+    """Checked inputs: tensors, lengths and positions, the spec with its data, the scale.
+
+    q, k, v are views as kernels take them: [B, H, S, D], also of packed and paged tensors."""
 
     text: CallText
     q: torch.Tensor
@@ -54,7 +67,7 @@ def check(
     *,
     scale: float | None,
     q_offset: Any,
-    kv_lens: torch.Tensor | None,
+    storage: Storage,
     sinks: torch.Tensor | None,
     data: Mapping[str, Any],
     dropout_p: float = 0.0,
@@ -63,8 +76,12 @@ def check(
     """Check one call. Raises FlashgenError for whatever doesn't fit."""
     if v is None:
         raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
-    _check_inputs(text, q, k, v)
-    geometry = _geometry(text, q, k, q_offset, kv_lens)
+    check_mix(text, storage)
+    _check_inputs(text, q, k, v, storage)
+    given = (q, k, v)
+    q, k, v = views(storage, *given)
+    _check_shapes(text, given, q, k, v, storage)
+    geometry = _geometry(text, q, k, v, q_offset, storage)
     if program.flex_function and geometry.q_offset is None and _lengths_differ(geometry):
         raise FlashgenError(
             f"{program.flex_function} is a FlexAttention function, where the first query is "
@@ -82,14 +99,18 @@ def check(
 
 
 def _lengths_differ(geometry: Geometry) -> bool:
+    if (packing := geometry.packing) is not None and packing.cu_q is packing.cu_kv:
+        return False
     return geometry.q_len != geometry.kv_len or geometry.kv_lens is not None
 
 
-def _check_inputs(text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check_inputs(
+    text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, storage: Storage
+) -> None:
+    for name, x, dims in zip("qkv", (q, k, v), storage.dims, strict=True):
         if not hasattr(x, "device"):
             problem = f"{name} is a {type(x).__name__}"
-        elif x.ndim != 4:
+        elif x.ndim != dims:
             problem = f"{name} has {x.ndim} dimensions"
         elif x.dtype not in DTYPES:
             problem = f"{name} has dtype {x.dtype}"
@@ -102,15 +123,24 @@ def _check_inputs(text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         raise FlashgenError(
             problem,
             call=text,
-            write="q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv], of one dtype "
-            "(float16, bfloat16, float32) on one device",
+            write=f"{storage.shapes}, of one dtype (float16, bfloat16, float32) on one device",
         )
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise FlashgenError(
-            f"the shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)} don't fit together",
-            call=text,
-            write="q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]",
-        )
+
+
+def _check_shapes(
+    text: CallText,
+    given: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    storage: Storage,
+) -> None:
+    """q, k, v: views [B, H, S, D] of what is given."""
+    is_batch = storage.is_packed or storage.is_paged or q.shape[0] == k.shape[0]
+    if k.shape[:3] != v.shape[:3] or not is_batch or q.shape[3] != k.shape[3]:
+        shapes = ", ".join(str(list(x.shape)) for x in given)
+        problem = f"the shapes {shapes} don't fit together"
+        raise FlashgenError(problem, call=text, write=storage.shapes)
     heads, kv_heads = q.shape[1], k.shape[1]
     if (kv_heads == 0) != (heads == 0) or (kv_heads and heads % kv_heads):
         raise FlashgenError(
@@ -128,13 +158,36 @@ def _check_inputs(text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def _geometry(
-    text: CallText, q: torch.Tensor, k: torch.Tensor, q_offset: Any, kv_lens: Any
+    text: CallText,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_offset: Any,
+    storage: Storage,
 ) -> Geometry:
     batch, heads, q_len, _ = q.shape
-    offset = check_offset(q_offset, batch, q.device, text)
+    kv_len, kv_lens = k.shape[2], storage.kv_lens
+    packing, longest = packing_of(text, storage, q, k)
+    if packing is not None:
+        batch, q_len = packing.batch, q_len if longest[0] is None else longest[0]
+    pages = pages_of(text, storage, batch, k, v)
+    if pages is not None:
+        kv_len = pages.table.shape[1] * pages.size
     if kv_lens is not None:
-        kv_lens = _kv_lens(text, kv_lens, batch, k.shape[2], q.device)
-    found = Geometry(batch, heads, k.shape[1], q_len, k.shape[2], q.device, offset, kv_lens)
+        kv_lens = _kv_lens(text, kv_lens, batch, kv_len, q.device)
+    if pages is not None:
+        most = _longest_paged(text, storage, pages, kv_lens)
+        longest = (longest[0], most)
+        kv_len = kv_len if storage.max_seqlen_kv is None or most is None else min(kv_len, most)
+    elif packing is not None and packing.cu_kv is not None:
+        kv_lens, kv_len = packing.cu_kv.diff(), kv_len if longest[1] is None else longest[1]
+    offset = check_offset(q_offset, batch, q.device, text)
+    found = Geometry(
+        *(batch, heads, k.shape[1], q_len, kv_len, q.device, offset, kv_lens),
+        packing=packing,
+        pages=pages,
+        longest=longest,
+    )
     if found.last_position is not None and found.last_position > MAX_POSITION:
         raise FlashgenError(
             f"the last query is position {found.last_position - 1}",
@@ -142,6 +195,21 @@ def _geometry(
             write="positions below 2^30 - 1: a smaller q_offset",
         )
     return found
+
+
+def _longest_paged(
+    text: CallText, storage: Storage, pages: Pages, kv_lens: torch.Tensor
+) -> int | None:
+    """The most keys of a sequence, where the host knows it; checks the table if it can be read."""
+    given = check_size(text, "max_seqlen_kv", storage.max_seqlen_kv)
+    if kv_lens.device.type != "cpu" and not config.debug:
+        return given
+    check_pages(text, pages, kv_lens)
+    most = int(kv_lens.max()) if kv_lens.numel() else 0
+    if given is not None and most > given:
+        problem = f"max_seqlen_kv is {given}, and a sequence has {most} keys"
+        raise FlashgenError(problem, call=text, write=f"max_seqlen_kv={most}")
+    return most if given is None else given
 
 
 def _kv_lens(
@@ -154,7 +222,8 @@ def _kv_lens(
         problem = f"kv_lens has shape {list(lens.shape)} on {lens.device}"
         raise FlashgenError(problem, call=text, write=write)
     # Reading lengths on a GPU would wait for it.
-    if device.type == "cpu" and batch and not 0 <= int(lens.min()) <= int(lens.max()) <= capacity:
+    is_read = (device.type == "cpu" or config.debug) and batch > 0
+    if is_read and not 0 <= int(lens.min()) <= int(lens.max()) <= capacity:
         raise FlashgenError(f"kv_lens holds {lens.tolist()}", call=text, write=write)
     # On a GPU a length beyond the cache can't be refused without waiting; it must not be read.
     return lens.to(torch.int32).clamp(0, capacity).contiguous()

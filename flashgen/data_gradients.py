@@ -18,9 +18,12 @@ _UNITS = tuple(2.0 ** (24 * i - 149) for i in range(EXACT_WORDS - 2))
 def stored(spec: Spec, names: tuple[str, ...], geometry: Geometry) -> tuple[str, ...]:
     """Those of the tensors that no two pairs read the same element of: `bias[b, h, q_idx, kv_idx]`.
 
-    Positions below 0 are clamped, so that several rows share an element."""
+    Positions below 0 are clamped, so that several rows share an element; so are those beyond the
+    data, which packed calls don't check."""
     offset = geometry.offset
     if spec.score is None or isinstance(offset, torch.Tensor) or offset < 0:
+        return ()
+    if not geometry.is_dense:
         return ()
     told_apart = {"q_idx", "kv_idx"} | (geometry.spread & {"b", "h"})
     loads = [node for node in walk(spec.score) if node.op == "load"]

@@ -29,7 +29,8 @@ class Variant:
 
     `offset`: where positions come from: `scalar` (an int), `tensor`, or `lens` (bottom-right of
     per-batch lengths). `wide`: scalars and data lengths passed as 64 bits. `dropout`: whether
-    weights are dropped."""
+    weights are dropped. `packed`: sequences of queries one after another. `keys`: `dense`, `packed`
+    or `paged`."""
 
     head_dim: int
     v_head_dim: int
@@ -37,6 +38,13 @@ class Variant:
     kv_lens: bool = False
     wide: frozenset[str] = frozenset()
     dropout: bool = False
+    packed: bool = False
+    keys: str = "dense"
+
+    @property
+    def suffix(self) -> str:
+        """Part of a file's name."""
+        return "_packed" * self.packed + "_paged" * (self.keys == "paged")
 
 
 @dataclass(frozen=True)
@@ -168,12 +176,9 @@ def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     arguments += [f"{s}: tl.int64" for s in STRIDES]
     arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     arguments += ["masked_width: tl.int32", "full_width: tl.int32"]
-    arguments += ["heads: tl.int32", "group: tl.int32", "q_len: tl.int32"]
-    arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
-    if variant.offset == "scalar":
-        arguments.append("q_offset: tl.int32")
-    elif variant.offset == "tensor":
-        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
+    arguments += ["heads: tl.int32", "group: tl.int32"]
+    arguments += ["q_tiles: tl.int32", "total_q: tl.int64"] * variant.packed
+    arguments += [*position_arguments(variant), *key_arguments(variant)]
     scaled = spec.score is not None or spec.softcap
     arguments += [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
@@ -181,9 +186,30 @@ def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     return arguments + data_arguments(spec, variant)
 
 
+def position_arguments(variant: Variant) -> list[str]:
+    """The kernel's arguments for lengths and positions; packed: and for where queries begin."""
+    arguments = ["q_len: tl.int32"]
+    if variant.packed:
+        arguments = ["sequences_ptr", "cu_seqlens_q_ptr"]
+    arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
+    if variant.offset == "scalar":
+        arguments.append("q_offset: tl.int32")
+    elif variant.offset == "tensor":
+        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
+    return arguments
+
+
+def key_arguments(variant: Variant) -> list[str]:
+    """The kernel's arguments for where keys and values lie, beside their strides."""
+    if variant.keys == "paged":
+        return ["page_table_ptr", "page_table_stride: tl.int64", "num_pages: tl.int32"]
+    return ["cu_seqlens_kv_ptr"] if variant.keys == "packed" else []
+
+
 def unaligned_pointers(arguments: Iterable[str], spec: Spec) -> list[str]:
     """Pointers read one element at a time: their alignment must not make another binary."""
     read = {"sinks_ptr", "kv_lens_ptr", "q_offset_ptr", *(f"{t.name}_ptr" for t in spec.tensors)}
+    read |= {"sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr"}
     return [name for name in map(bare, arguments) if name in read]
 
 
@@ -253,6 +279,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             v_parts=parts_of(variant.v_head_dim),
             kv_lens=variant.kv_lens,
             offset=variant.offset,
+            packed=variant.packed,
+            key_storage=variant.keys,
             row_lines=(*mask.statements[0], *score.statements[0]),
             tile_lines=mask.statements[1],
             score_lines=score.statements[1],
@@ -263,11 +291,11 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             sinks=spec.sinks,
             dropout=variant.dropout,
             uses_q_idx="q_idx" in indices or variant.dropout,
-            **_select_arguments(arguments),
+            **_select_arguments(arguments, variant),
         )
     )
     name = kernel_name(spec, variant)
-    name = f"{name}_repair" if repairs else f"{name}_fwd"
+    name = f"{name}{variant.suffix}" + ("_repair" if repairs else "_fwd")
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
@@ -291,25 +319,23 @@ _DERIVED = (
 )  # fmt: skip
 _CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
 _UNUSED = (
-    "counts",
-    "spoilt_ptr",
-    "sinks_ptr",
-    "masked_width",
-    "full_width",
-    "heads",
-    "group",
-    "kv_lens_ptr",
-)
+    "counts", "spoilt_ptr", "sinks_ptr", "masked_width", "full_width", "heads", "group",
+    "kv_lens_ptr", "q_tiles", "total_q", "sequences_ptr", "cu_seqlens_q_ptr",
+    "cu_seqlens_kv_ptr", "page_table_stride",
+)  # fmt: skip
 
 
-def _select_arguments(arguments: list[str]) -> dict[str, list[str]]:
+def _select_arguments(arguments: list[str], variant: Variant) -> dict[str, list[str]]:
+    is_paged = variant.keys == "paged"
     names = [bare(a) for a in arguments]
     names = [n for n in names if n not in _UNUSED and not n.startswith("schedule_")]
-    names = [n for n in names if not re.fullmatch(r"stride_.[bh]|q_offset\w*|kv_len", n)]
-    names += ["kv_len", "q_offset", *_DERIVED]
+    of_place = "stride_([qo]b|.h)" if is_paged else "stride_.[bh]"
+    names = [n for n in names if not re.fullmatch(rf"{of_place}|q_offset\w*|kv_len", n)]
+    names += [*(["q_len"] * variant.packed), "kv_len", "q_offset", *_DERIVED]
+    constants = (*_CONSTANTS, *(["PAGE_SIZE"] * is_paged))
     return {
-        "select_call": [*names, *_CONSTANTS],
-        "select_arguments": [*names, *(f"{c}: tl.constexpr" for c in _CONSTANTS)],
+        "select_call": [*names, *constants],
+        "select_arguments": [*names, *(f"{c}: tl.constexpr" for c in constants)],
     }
 
 

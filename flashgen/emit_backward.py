@@ -14,7 +14,9 @@ from .emit import (
     data_arguments,
     environment,
     header,
+    key_arguments,
     parts_of,
+    position_arguments,
     taken_names,
     unaligned_pointers,
     used_in,
@@ -158,6 +160,8 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
             v_parts=parts_of(variant.v_head_dim),
             kv_lens=variant.kv_lens,
             offset=variant.offset,
+            packed=variant.packed,
+            key_storage=variant.keys,
             dropout=variant.dropout,
             uses_q_idx="q_idx" in indices or variant.dropout,
             used_in=used_in,
@@ -170,7 +174,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
         tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys)
     )
     per_pair = any(term.axes == "both" for term in by_query.terms)
-    return Module(f"{name}_bwd", tidy(text), first, second, third, per_pair)
+    return Module(f"{name}{variant.suffix}_bwd", tidy(text), first, second, third, per_pair)
 
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
@@ -269,14 +273,18 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
     pointers = ["out_ptr", "grad_out_ptr", *(["grad_lse_ptr"] if wanted.lse else []), "lse_ptr"]
     strides = _strides("o", "g")
     prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(f"{s}: tl.int64" for s in strides)]
-    prepare += ["heads: tl.int32", "q_len: tl.int32", "padded_len: tl.int64"]
+    if variant.packed:
+        prepare += ["sequences_ptr", "cu_seqlens_q_ptr", "total_q: tl.int64"]
+    else:
+        prepare += ["heads: tl.int32", "q_len: tl.int32"]
+    prepare.append("padded_len: tl.int64")
     unspecialized = tuple(bare(a) for a in prepare if ":" in a)
     queries = _attention_kernel(
         spec,
         variant,
         ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
         ["dq"] * wanted.q,
-        ["heads: tl.int32"],
+        ["q_tiles: tl.int32"] if variant.packed else ["heads: tl.int32"],
         ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"),
     )
     keys = _attention_kernel(
@@ -284,17 +292,20 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
         variant,
         ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
         ["dk"] * wanted.k + ["dv"] * wanted.v,
-        [
-            *("batch: tl.int32", "kv_heads: tl.int32", "members: tl.int32", "capacity: tl.int32"),
-            *("q_tiles: tl.int32", "kv_tiles: tl.int32"),
-        ],
-        ("b", "h_kv", "block", "heads", "first_member"),
+        [*_KEY_SIZES[variant.packed], "q_tiles: tl.int32", "kv_tiles: tl.int32"],
+        (*("b", "h_kv", "block", "heads", "first_member"), *_PLACE[: 2 * variant.packed]),
     )
     return Kernel(tuple(prepare), strides, unspecialized), queries, keys
 
 
 _POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr", "lse_log2_ptr", "delta_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
+_KEY_SIZES = (
+    ["batch: tl.int32", "kv_heads: tl.int32", "members: tl.int32", "capacity: tl.int32"],
+    ["kv_rows: tl.int32", "kv_heads: tl.int32", "members: tl.int32"],
+)
+# Packed: where a program's keys lie among those of all sequences.
+_PLACE = ("tile_row", "first_row")
 _CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_M", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
 
 
@@ -311,13 +322,15 @@ def _attention_kernel(
     arguments += [f"{s}: tl.int64" for s in strides]
     arguments += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     arguments += ["masked_width: tl.int32", "full_width: tl.int32", *lengths, "group: tl.int32"]
-    arguments += ["q_len: tl.int32", "padded_len: tl.int64", *_position_arguments(variant)]
+    positions = position_arguments(variant)
+    # The length of the queries stands before that of the padded ones.
+    arguments += [*positions[:1], "padded_len: tl.int64", *positions[1:], *key_arguments(variant)]
     arguments += ["scale: tl.float32", "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
     arguments += DROPOUT if variant.dropout else ()
     arguments += data_arguments(spec, variant)
     names = [bare(a) for a in arguments]
-    known = tuple(dict.fromkeys([*names, "kv_len", "q_offset", *derived]))
+    known = tuple(dict.fromkeys([*names, "q_len", "kv_len", "q_offset", *derived]))
     return Kernel(
         tuple(arguments),
         strides,
@@ -326,12 +339,3 @@ def _attention_kernel(
         (*known, *(f"{c}: tl.constexpr" for c in _CONSTANTS)),
         (*known, *_CONSTANTS),
     )
-
-
-def _position_arguments(variant: Variant) -> list[str]:
-    arguments = ["kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32"]
-    if variant.offset == "scalar":
-        arguments.append("q_offset: tl.int32")
-    elif variant.offset == "tensor":
-        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
-    return arguments

@@ -16,6 +16,7 @@ from .emit import (
     data_arguments,
     environment,
     header,
+    position_arguments,
     taken_names,
     tidy,
     unaligned_pointers,
@@ -114,10 +115,11 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
     for summary in summaries:
         slots[summary.dtype] = max(slots.get(summary.dtype, 0), summary.slot + 1)
     buffers = tuple((_buffer(dtype), dtype, count) for dtype, count in slots.items())
-    position = _position_arguments(variant)
+    position = ["heads: tl.int32", "group: tl.int32", *position_arguments(variant)]
     data = data_arguments(spec, variant)
     pointers = [name for name, _, _ in buffers]
     tiles = ["q_tiles: tl.int32", "kv_tiles: tl.int32", "grids: tl.int32"]
+    tiles += ["lines: tl.int32"] * variant.packed
     summarize = Kernel.of([*pointers, *tiles, *position, *data], spec)
     sides = tuple(_side(s, summaries, spec, variant, summarize.names) for s in ("q", "kv"))
     sides = tuple(side for side in sides if side.summaries)
@@ -151,22 +153,15 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
             call_rest=["q_len", "kv_len", *names],
             kv_lens=variant.kv_lens,
             offset=variant.offset,
+            packed=variant.packed,
+            key_storage="dense",
             head_dim=0,
             v_head_dim=0,
         )
     )
-    generated = Generated(f"{spec.slug}_plan", tidy(text), classify.names)
+    name = f"{spec.slug}{'_packed' * variant.packed}_plan"
+    generated = Generated(name, tidy(text), classify.names)
     return PlanModule(generated, summarize.names if sides else (), buffers)
-
-
-def _position_arguments(variant: Variant) -> list[str]:
-    arguments = ["heads: tl.int32", "group: tl.int32", "q_len: tl.int32"]
-    arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
-    if variant.offset == "scalar":
-        arguments.append("q_offset: tl.int32")
-    elif variant.offset == "tensor":
-        arguments += ["q_offset_ptr", "q_offset_stride: tl.int32"]
-    return arguments
 
 
 def _summaries(rule: TileRule, spec: Spec, variant: Variant) -> tuple[Summary, ...]:
@@ -245,7 +240,7 @@ def _side(
 def _batch_indices(summaries: list[Summary], variant: Variant) -> frozenset[str]:
     """Which of b, h and h_kv a summary kernel has to know."""
     used = set().union(*(leaves(s.expr, "index") for s in summaries))
-    used |= {"b"} if variant.kv_lens or variant.offset == "tensor" else set()
+    used |= {"b"} if variant.packed or variant.kv_lens or variant.offset == "tensor" else set()
     return frozenset(used | ({"h"} if "h_kv" in used else set()))
 
 

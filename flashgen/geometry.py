@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from .errors import FlashgenError
+from .storage import Packing, Pages
 
 # Positions and int scalars below this add and subtract in 32 bits without overflow.
 MAX_POSITION = 2**30 - 1
@@ -18,7 +20,10 @@ class Geometry:
 
     `kv_len` is the capacity of keys and values; `kv_lens` [B] (int32, on the device) says how
     many of them are valid. `q_offset` is the position of the first query: an int, a tensor with 1
-    or B elements, or None for `kv_len[b] - q_len`: the queries are the last positions."""
+    or B elements, or None for `kv_len[b] - q_len`: the queries are the last positions.
+    Packed: `q_len` and `kv_len` are what no sequence is longer than. Paged: `kv_len` is what a
+    line of the table holds. Both have `kv_lens`, and `longest`: the most queries and keys of a
+    sequence, as far as the host knows. `first` is the number of the first sequence."""
 
     batch: int
     heads: int
@@ -28,6 +33,15 @@ class Geometry:
     device: torch.device
     q_offset: int | torch.Tensor | None = None
     kv_lens: torch.Tensor | None = None
+    packing: Packing | None = None
+    pages: Pages | None = None
+    longest: tuple[int | None, int | None] = (None, None)
+    first: int = 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Neither packed nor paged."""
+        return self.packing is None and self.pages is None
 
     @property
     def group(self) -> int:
@@ -40,8 +54,27 @@ class Geometry:
         if self.q_offset is not None:
             return self.q_offset
         if self.kv_lens is not None:
-            return self.kv_lens - self.q_len
+            lens = self.q_len if self.packing is None else self.packing.q_lens
+            return self.kv_lens - lens
         return self.kv_len - self.q_len
+
+    def sequences(self) -> Iterator[Geometry]:
+        """Each sequence as a problem of its own, in dense tensors. Waits for the device."""
+        lens = None if self.kv_lens is None else self.kv_lens.tolist()
+        q_lens = None if self.packing is None else self.packing.q_lens.tolist()
+        offset = self.offset
+        offsets = offset.tolist() if isinstance(offset, torch.Tensor) else [offset]
+        for b in range(self.batch):
+            yield Geometry(
+                1,
+                self.heads,
+                self.kv_heads,
+                self.q_len if q_lens is None else q_lens[b],
+                self.kv_len if lens is None else min(lens[b], self.kv_len),
+                self.device,
+                offsets[b if len(offsets) > 1 else 0],
+                first=b,
+            )
 
     @property
     def varies_by_batch(self) -> bool:
@@ -52,9 +85,16 @@ class Geometry:
     @property
     def last_position(self) -> int | None:
         """The largest position of a query, plus 1; None where only the device knows."""
+        queries, keys = self._lengths
         if isinstance(self.q_offset, int):
-            return self.q_offset + self.q_len
-        return self.kv_len if self.q_offset is None else None
+            return None if queries is None else self.q_offset + queries
+        return keys if self.q_offset is None else None
+
+    @property
+    def _lengths(self) -> tuple[int | None, int | None]:
+        """The most queries and keys of a sequence; None where only the device knows."""
+        queries = self.q_len if self.packing is None else self.longest[0]
+        return queries, self.kv_len if self.is_dense else self.longest[1]
 
     @property
     def spread(self) -> frozenset[str]:
@@ -70,7 +110,7 @@ class Geometry:
             "h": self.heads,
             "h_kv": self.kv_heads,
             "q_idx": self.last_position,
-            "kv_idx": self.kv_len,
+            "kv_idx": self._lengths[1],
         }
 
 
@@ -101,3 +141,13 @@ def _offset_error(problem: str, batch: int, call: object) -> FlashgenError:
         call=call,
         write=f"an int, or an integer tensor of shape [], [1] or [{batch}] on the queries' device",
     )
+
+
+def refuse_paged(geometry: Geometry) -> None:
+    """Where gradients are asked for. Raises FlashgenError."""
+    if geometry.pages is not None:
+        raise FlashgenError(
+            "a gradient of attention over a paged cache is asked for, and there is none",
+            write="torch.no_grad() around the call; to train, keys and values in dense or packed "
+            "tensors",
+        )

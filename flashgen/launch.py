@@ -66,8 +66,19 @@ def variant_of(
         offset = "tensor"
     elif geometry.q_offset is None and geometry.kv_lens is not None:
         offset = "lens"
-    lens = geometry.kv_lens is not None
-    return emit.Variant(head_dim, v_head_dim, offset, lens, frozenset(wide), dropout)
+    keys = "paged" if geometry.pages is not None else "dense"
+    if geometry.packing is not None and geometry.packing.cu_kv is not None:
+        keys = "packed"
+    return emit.Variant(
+        head_dim,
+        v_head_dim,
+        offset,
+        geometry.kv_lens is not None,
+        frozenset(wide),
+        dropout,
+        geometry.packing is not None,
+        keys,
+    )
 
 
 def _is_wide(value: Any) -> bool:
@@ -139,6 +150,21 @@ def position_values(geometry: Geometry) -> dict[str, Any]:
         values["q_offset"] = offset
     else:
         values["q_offset"] = geometry.kv_len - geometry.q_len
+    return values | storage_values(geometry)
+
+
+def storage_values(geometry: Geometry) -> dict[str, Any]:
+    """The kernel's arguments for where packed and paged tensors hold a sequence."""
+    values: dict[str, Any] = {}
+    if (packing := geometry.packing) is not None:
+        values["cu_seqlens_q_ptr"], values["cu_seqlens_kv_ptr"] = packing.cu_q, packing.cu_kv
+        values["total_q"] = packing.total_q
+    if (pages := geometry.pages) is not None:
+        values |= {
+            "page_table_ptr": pages.table,
+            "page_table_stride": pages.table.stride(0),
+            "num_pages": pages.count,
+        }
     return values
 
 
@@ -165,6 +191,8 @@ def schedule_values(schedule: Schedule) -> dict[str, Any]:
         "schedule_stride_h": rows if heads > 1 else 0,
         "masked_width": runs.masked.shape[-2],
         "full_width": runs.full.shape[-2],
+        "sequences_ptr": schedule.q_sequences,
+        "q_tiles": rows,
     }
 
 
@@ -181,12 +209,13 @@ def forward(
     sinks: torch.Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the portable forward kernel: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq]."""
+    """Run the portable forward kernel: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq].
+
+    Packed: q, out [1, H, T, D] and the LSE [1, H, T]. Paged: k, v [pages, Hkv, page size, D]."""
     q, k, v, scale = positive_scale(q, k, v, scale)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = torch.empty(q.shape[:3], dtype=kind, device=q.device)
-    if not lse.numel():
+    out, lse = _results(q, v.shape[-1], kind, geometry)
+    if not lse.numel() or not geometry.batch:
         return out, lse
     variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], dropout is not None)
     values = forward_values(
@@ -198,8 +227,9 @@ def forward(
     target = current_target(q.device)
     tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
     constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
-    blocks = math.ceil(geometry.q_len / tiling.block_m)
-    programs = blocks * geometry.batch * geometry.heads
+    if geometry.pages is not None:
+        constants["PAGE_SIZE"] = geometry.pages.size
+    programs = row_blocks(geometry, schedule, tiling) * geometry.heads
     launch(kernel, generated.arguments, values, constants, tiling, programs)
     return out, lse
 
@@ -241,6 +271,25 @@ def forward_values(
     for letter, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
     return values
+
+
+def _results(
+    q: torch.Tensor, v_head_dim: int, kind: torch.dtype, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the output and the LSE."""
+    shape = (*q.shape[:3], v_head_dim)
+    if geometry.packing is None:
+        return q.new_empty(shape), torch.empty(shape[:3], dtype=kind, device=q.device)
+    # Laid out like packed queries. Rows behind the last sequence belong to no program.
+    out = q.new_zeros((shape[0], shape[2], shape[1], v_head_dim)).transpose(1, 2)
+    return out, torch.full(shape[:3], -torch.inf, dtype=kind, device=q.device)
+
+
+def row_blocks(geometry: Geometry, schedule: Schedule, tiling: Tiling) -> int:
+    """Blocks of queries of all sequences, for one head."""
+    if geometry.packing is not None:
+        return schedule.states.shape[2] * (schedule.block_size[0] // tiling.block_m)
+    return math.ceil(geometry.q_len / tiling.block_m) * geometry.batch
 
 
 def constants_of(

@@ -24,6 +24,7 @@ from .launch import (
     launch,
     multiprocessors,
     position_values,
+    row_blocks,
     schedule_values,
     variant_of,
 )
@@ -178,8 +179,8 @@ def backward(
 ) -> Gradients:
     """Gradients of the portable forward; `deterministic`: equal bit by bit from run to run."""
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
-    grads = _allocate(saved, wanted, kernels, bound)
-    if not saved.lse.numel() or not saved.k.shape[2]:
+    grads = _allocate(saved, wanted, kernels, bound, geometry)
+    if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     saved = _unit_strides(saved)
     run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout)
@@ -203,13 +204,19 @@ def _kernels(
     return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
 
 
-def _allocate(saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound) -> Gradients:
-    """Buffers for the kernels to write; zeros for what they leave out or add to."""
+def _allocate(
+    saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound, geometry: Geometry
+) -> Gradients:
+    """Buffers for the kernels to write; zeros for what they leave out or add to.
+
+    Packed: rows behind the last sequence are left out."""
+    is_packed = geometry.packing is not None
 
     def like(x: torch.Tensor, is_wanted: bool, is_written: bool) -> torch.Tensor | None:
         if not is_wanted:
             return None
-        made = torch.empty_like(x) if is_written else torch.zeros_like(x)
+        is_filled = is_written and not is_packed
+        made = torch.empty_like(x) if is_filled else torch.zeros_like(x)
         return made if made.stride(-1) == 1 else made.contiguous()
 
     return Gradients(
@@ -281,9 +288,12 @@ class _Run:
         self.tilings = tilings(
             target, saved.q.dtype, *dims, schedule.block_size, changed, self.made.per_pair
         )
-        tile = schedule.block_size[0]
-        self.padded_len = math.ceil(geometry.q_len / tile) * tile
-        shape = (geometry.batch, geometry.heads, self.padded_len)
+        tile, is_packed = schedule.block_size[0], geometry.packing is not None
+        # The prepared rows are laid out in the schedule's tiles, for all kernels alike.
+        self.padded_len = schedule.states.shape[2] * tile
+        self.batch = 1 if is_packed else geometry.batch
+        self.prepare_rows = min(64, tile & -tile) if is_packed else 64
+        shape = (self.batch, geometry.heads, self.padded_len)
         kind, device = saved.lse.dtype, saved.q.device
         self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
         self.delta = torch.empty(shape, dtype=kind, device=device)
@@ -294,6 +304,7 @@ class _Run:
             "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
             "capacity": geometry.kv_len, "scale": scale, "softcap": softcap,
             "scale_log2": LOG2E if changed else scale * LOG2E,
+            "sequences_ptr": schedule.q_sequences,
             **position_values(geometry), **data_values(bound), **dropout_values(dropout),
         }  # fmt: skip
         given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
@@ -303,8 +314,11 @@ class _Run:
     def prepare(self) -> None:
         """Write the LSE in base 2 and delta."""
         constants = constants_of(self.saved.q, self._aligned("out_ptr"), _PREPARE, (64, 1))
-        constants = {name: constants[name] for name in ("BLOCK_M", "ALIGN", "FLOAT")}
-        programs = math.ceil(self.padded_len / 64) * self.geometry.batch * self.geometry.heads
+        constants = {name: constants[name] for name in ("ALIGN", "FLOAT")}
+        constants["BLOCK_M"] = rows = self.prepare_rows
+        if self.geometry.packing is not None:
+            constants["TILE_M"] = self.schedule.block_size[0]
+        programs = math.ceil(self.padded_len / rows) * self.batch * self.geometry.heads
         names, kernel = self.made.prepare, self.module.prepare_rows
         launch(kernel, names, self.values, constants, _PREPARE, programs)
 
@@ -316,8 +330,7 @@ class _Run:
         results = [] if grads.q is None else [grads.q]
         if grads.q is not None:
             values |= _strides("dq", grads.q)
-        blocks = math.ceil(geometry.q_len / tiling.block_m)
-        programs = blocks * geometry.batch * geometry.heads
+        programs = row_blocks(geometry, self.schedule, tiling) * geometry.heads
         constants = self._constants(tiling, results)
         kernel = self.module.attention_backward_q
         launch(kernel, self.made.queries, values, constants, tiling, programs)
@@ -325,9 +338,12 @@ class _Run:
     def by_key(self, grads: Gradients) -> None:
         """Gradients of the keys and values."""
         tiling, geometry = self.tilings[1], self.geometry
-        programs = math.ceil(geometry.kv_len / tiling.block_n) * geometry.batch * geometry.kv_heads
-        parts = self._parts(programs)
         values = {**self.values, **_key_schedule(self.schedule)}
+        blocks = math.ceil(geometry.kv_len / tiling.block_n) * geometry.batch
+        if geometry.packing is not None:
+            blocks = values["kv_rows"] * (self.schedule.block_size[1] // tiling.block_n)
+        programs = blocks * geometry.kv_heads
+        parts = self._parts(programs)
         values |= {"batch": geometry.batch, "members": geometry.group // parts}
         results = []
         for name, grad in (("k", grads.k), ("v", grads.v)):
@@ -352,7 +368,9 @@ class _Run:
     def _partial(self, grad: torch.Tensor, parts: int) -> torch.Tensor:
         """A buffer for the sums of each part, not rounded yet."""
         batch, *shape = grad.shape
-        return grad.new_empty((parts * batch, *shape), dtype=self.saved.lse.dtype)
+        # Packed: rows behind the last sequence belong to no program.
+        make = grad.new_empty if self.geometry.packing is None else grad.new_zeros
+        return make((parts * batch, *shape), dtype=self.saved.lse.dtype)
 
     def _aligned(self, *names: str) -> list[torch.Tensor]:
         names = (*names, "grad_out_ptr")
@@ -383,4 +401,6 @@ def _key_schedule(schedule: Schedule) -> dict[str, Any]:
         "full_width": runs.full.shape[-2],
         "q_tiles": q_tiles,
         "kv_tiles": kv_tiles,
+        "kv_rows": runs.counts.shape[2],
+        "sequences_ptr": schedule.kv_sequences,
     }

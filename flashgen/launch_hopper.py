@@ -43,8 +43,11 @@ def obstacle(
     dtype: torch.dtype,
     tensors: Sequence[torch.Tensor] = (),
     schedule: Schedule | None = None,
+    geometry: Geometry | None = None,
 ) -> str:
     """Why Hopper's kernel can't run a call (q, k, v: `tensors`), or any; empty if it can."""
+    if geometry is not None and not geometry.is_dense:
+        return "Hopper's kernels take dense tensors, not packed or paged ones"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"Hopper's kernels take 16-bit floats, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":

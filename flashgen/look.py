@@ -33,14 +33,16 @@ def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
 
 
 def _all(call: Call, choice: Choice) -> list[emit.Generated]:
-    """Forward, backward, and planning."""
+    """Forward, backward (there is none of paged keys), and planning."""
     spec, variant = _kernel_of(call)
-    backward = launch_backward.generate(spec, variant, Wanted())
-    made = [*_forward(call, choice), emit.Generated(backward.name, backward.text, ())]
+    made = _forward(call, choice)
+    if call.geometry.pages is None:
+        backward = launch_backward.generate(spec, variant, Wanted())
+        made.append(emit.Generated(backward.name, backward.text, ()))
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
         made.append(plan.generate(spec, planning).generated)
-    return [*made, plan.compaction()]
+    return [*made, plan.compaction(variant.packed)]
 
 
 def _path(generated: emit.Generated) -> str:

@@ -21,7 +21,10 @@ class Cost:
     def of(call: Call, schedule: Schedule) -> Cost:
         """Count the visited tiles; waits for the device."""
         geometry, states = call.geometry, schedule.states
-        repeat = geometry.batch * geometry.heads // max(1, states.shape[0] * states.shape[1])
+        grids = states.shape[0] * states.shape[1]
+        if schedule.packing is not None:
+            grids *= geometry.batch
+        repeat = geometry.batch * geometry.heads // max(1, grids)
         visited, partial = int((states != 0).sum()), int((states == 1).sum())
         area = schedule.block_size[0] * schedule.block_size[1]
         dims = call.q.shape[-1] + call.v.shape[-1]

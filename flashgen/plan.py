@@ -16,6 +16,7 @@ from .schedule import Planner, Runs
 from .schedule.classify import grid_of
 from .schedule.runs import run_capacity
 from .spec import Bound, Spec
+from .storage import Packing
 from .tiling import Tiling
 
 _TILING = Tiling(0, 0, 4, 1)
@@ -36,20 +37,21 @@ def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[
 
 
 @functools.cache
-def compaction() -> emit.Generated:
+def compaction(packed: bool = False) -> emit.Generated:
     """The text of the compaction kernel."""
     template = emit.environment().get_template("compact.py.j2")
-    text = template.render(header="# flashgen: runs of tiles")
+    text = template.render(header="# flashgen: runs of tiles", packed=packed)
+    places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr") if packed else ()
     arguments = (
         "states_ptr", "counts_ptr", "masked_ptr", "full_ptr", "step", "row_step", "grid_step",
-        "rows", "tiles", "heads", "kv_len", "kv_lens_ptr", "width",
+        "rows", "tiles", "heads", "kv_len", "kv_lens_ptr", *places, "width",
     )  # fmt: skip
-    return emit.Generated("compact", emit.tidy(text), arguments)
+    return emit.Generated("compact" + "_packed" * packed, emit.tidy(text), arguments)
 
 
 @functools.lru_cache(maxsize=8)
-def _compaction(parts: tuple[str, ...]) -> Any:
-    generated = compaction()
+def _compaction(packed: bool, parts: tuple[str, ...]) -> Any:
+    generated = compaction(packed)
     return cache.module(generated.name, generated.text, parts).compact
 
 
@@ -60,15 +62,16 @@ def plan(
     grid = grid_of(bound, geometry, block)
     states = torch.empty(grid, dtype=torch.int8, device=geometry.device)
     runs = _runs(grid[:3], run_capacity(bound.spec.mask, grid[3]), geometry.device)
+    lengths = (geometry.kv_len, geometry.kv_lens, block)
     if not states.numel():
-        _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+        _compact(states, *lengths, runs, packing=geometry.packing)
     elif bound.spec.mask is None:
         _fill(states, geometry, block)
-        _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+        _compact(states, *lengths, runs, packing=geometry.packing)
     else:
         _classify(states, runs, spell(bound), geometry, block, planner)
         if grid[3] > CHUNK:
-            _compact(states, geometry.kv_len, geometry.kv_lens, block[1], runs)
+            _compact(states, *lengths, runs, packing=geometry.packing)
     return states, runs
 
 
@@ -86,7 +89,12 @@ def _fill(states: torch.Tensor, geometry: Geometry, block: tuple[int, int]) -> N
         states.fill_(2)
         return
     starts = torch.arange(states.shape[3], device=states.device) * block[1]
-    states.copy_((starts < geometry.kv_lens.reshape(-1, 1, 1, 1)).to(torch.int8) * 2)
+    lens = geometry.kv_lens.reshape(-1, 1, 1, 1)
+    if geometry.packing is not None:
+        b, tile = geometry.packing.tiles(block[0])
+        is_row = tile * block[0] < geometry.packing.q_lens[b]
+        lens = torch.where(is_row, lens.flatten()[b], 0).reshape(1, 1, -1, 1)
+    states.copy_((starts < lens).to(torch.int8) * 2)
 
 
 def _classify(
@@ -108,8 +116,13 @@ def _classify(
         "q_tiles": q_tiles, "kv_tiles": kv_tiles, "grids": grids, "heads": heads,
         "group": geometry.group,
     }  # fmt: skip
+    lines = grids
+    if geometry.packing is not None:
+        # All sequences' queries stand in one line of tiles, their keys do not.
+        lines = geometry.batch * heads
+        values |= {"sequences_ptr": geometry.packing.sequences(block[0]), "lines": lines}
     if made.summarize:
-        programs = grids * (q_tiles + kv_tiles)
+        programs = grids * q_tiles + lines * kv_tiles
         for name, dtype, slots in made.buffers:
             values[name] = torch.empty(2 * slots * programs, dtype=dtype, device=states.device)
         tiles = {"TILE_M": block[0], "TILE_N": block[1], "BLOCK_N": width}
@@ -130,15 +143,20 @@ def compact(
     states: torch.Tensor,
     kv_len: int,
     kv_lens: torch.Tensor | None,
-    tile_n: int,
+    block: tuple[int, int],
     capacity: int,
     by_key: bool = False,
+    packing: Packing | None = None,
 ) -> Runs:
-    """Runs along the rows of the states; `by_key`: along their columns."""
+    """Runs along the rows of the states; `by_key`: along their columns.
+
+    Packed: a column is a tile of keys in its own sequence's rows; all of them stand in one line."""
     batch, heads, q_tiles, kv_tiles = states.shape
     rows = kv_tiles if by_key else q_tiles
+    if packing is not None and by_key:
+        rows = packing.rows(block[1], by_key)
     runs = _runs((batch, heads, rows), capacity, states.device)
-    _compact(states, kv_len, kv_lens, tile_n, runs, by_key)
+    _compact(states, kv_len, kv_lens, block, runs, by_key, packing)
     return runs
 
 
@@ -146,12 +164,13 @@ def _compact(
     states: torch.Tensor,
     kv_len: int,
     kv_lens: torch.Tensor | None,
-    tile_n: int,
+    block: tuple[int, int],
     runs: Runs,
     by_key: bool = False,
+    packing: Packing | None = None,
 ) -> None:
     batch, heads, q_tiles, kv_tiles = states.shape
-    rows, tiles = (kv_tiles, q_tiles) if by_key else (q_tiles, kv_tiles)
+    rows, tiles = runs.counts.shape[2], q_tiles if by_key else kv_tiles
     values = {
         "states_ptr": states, "counts_ptr": runs.counts,
         "masked_ptr": runs.masked, "full_ptr": runs.full, "width": runs.masked.shape[-2],
@@ -160,13 +179,18 @@ def _compact(
         "rows": rows, "tiles": tiles, "heads": heads, "kv_len": kv_len,
         "kv_lens_ptr": states if kv_lens is None else kv_lens,
     }  # fmt: skip
-    constants = {
-        "HAS_LENS": kv_lens is not None,
-        "TILE_N": tile_n,
-        "BY_KEY": by_key,
-        "CHUNK": CHUNK,
-    }
+    constants: dict[str, Any] = {"TILE_N": block[1], "BY_KEY": by_key, "CHUNK": CHUNK}
+    if packing is None:
+        constants["HAS_LENS"] = kv_lens is not None
+    else:
+        constants["TILE_M"] = block[0]
+        values |= {
+            "sequences_ptr": packing.sequences(block[by_key], by_key),
+            "cu_seqlens_q_ptr": packing.cu_q,
+            "cu_seqlens_kv_ptr": packing.cu_q if packing.cu_kv is None else packing.cu_kv,
+        }
     programs = batch * heads * rows
     if programs:
-        kernel = _compaction(key_parts())
-        launch(kernel, compaction().arguments, values, constants, _TILING, programs)
+        is_packed = packing is not None
+        kernel, arguments = _compaction(is_packed, key_parts()), compaction(is_packed).arguments
+        launch(kernel, arguments, values, constants, _TILING, programs)

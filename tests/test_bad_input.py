@@ -124,14 +124,6 @@ CALLS = {
         lambda: fg.Attention(masks.causal).schedule(*tensors(), planner="fast"),
         ["no planner 'fast'"],
     ),
-    "packed": (
-        lambda: fg.Attention()(*tensors(), cu_seqlens_q=DOC[0]),
-        ["packed input isn't part of this version"],
-    ),
-    "paged": (
-        lambda: fg.Attention()(*tensors(), page_table=DOC),
-        ["a paged cache isn't part of this version"],
-    ),
     "latent heads": (lambda: fg.Attention(heads=fg.MLA(512, 64)), ["latent heads"]),
     "latent sizes": (lambda: fg.MLA(rank=0, rope=64), ["rank must be a positive integer"]),
     "FlexAttention's positions": (

@@ -14,8 +14,8 @@ from ..expr import leaves
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound
-from .blocks import Block, split
-from .passes import Problem, Saved, backward, forward, sink_gradient
+from .parts import Part, parts_of
+from .passes import Problem, Saved, backward, forward, no_gradients, sink_gradient
 from .scores import Rules
 
 
@@ -36,12 +36,12 @@ class Walk:
         dropout: Dropout | None = None,
         deterministic: bool = False,
     ) -> None:
-        self._bound, self._geometry, self._schedule = bound, geometry, schedule
+        self._bound, self.geometry, self._schedule = bound, geometry, schedule
         self._scale, self._softcap, self._dropout = scale, softcap, dropout
 
     @cached_property
-    def _blocks(self) -> list[Block]:
-        return split(self._schedule, self._geometry)
+    def _parts(self) -> list[Part]:
+        return parts_of(self._schedule, self.geometry)
 
     def forward(
         self,
@@ -51,7 +51,16 @@ class Walk:
         sinks: torch.Tensor | None,
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return forward(self._problem(q.dtype, sinks, data), q, k, v)
+        problems = [self._problem(part, q.dtype, sinks, data) for part in self._parts]
+        if self.geometry.is_dense:
+            return forward(problems[0], q, k, v)
+        out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q.dtype))
+        for part, problem in zip(self._parts, problems, strict=True):
+            results = forward(problem, part.queries(q), part.keys(k), part.keys(v))
+            for total, result in zip((out, lse), results, strict=True):
+                part.queries(total)[:] = result
+        return out, lse
 
     def backward(
         self,
@@ -60,18 +69,21 @@ class Walk:
         data: Sequence[torch.Tensor],
         needed: Sequence[bool],
     ) -> tuple[torch.Tensor | None, ...]:
-        problem = self._problem(saved.q.dtype, sinks, data)
+        dtype = _wide(saved.q.dtype)
         grad_out, grad_lse = (
             torch.zeros_like(result) if grad is None else grad
             for grad, result in ((saved.grad_out, saved.out), (saved.grad_lse, saved.lse))
         )
         tensors = (saved.q, saved.k, saved.v, saved.out, saved.lse, grad_out, grad_lse)
-        wide = Saved(*(x.to(problem.dtype) for x in tensors))
+        wide = Saved(*(x.to(dtype) for x in tensors))
         spec = self._bound.spec
-        pairs = zip(spec.tensors, needed[4:], strict=True)
+        given = zip(spec.tensors, data, needed[4:], strict=True)
         loaded = leaves(spec.score, "load")
-        grads = backward(problem, wide, [t.name for t, need in pairs if need and t.name in loaded])
-        of_sinks = sink_gradient(problem.sinks, wide.lse, grads.delta)
+        grads = no_gradients(wide, {t.name: x for t, x, need in given if need and t.name in loaded})
+        for part in self._parts:
+            problem = self._problem(part, dtype, sinks, data)
+            backward(problem, part.saved(wide), part.gradients(grads))
+        of_sinks = sink_gradient(_row_of(sinks, dtype), wide.lse, grads.delta)
         of_data = (grads.data.get(tensor.name) for tensor in spec.tensors)
         exact = (grads.q, grads.k, grads.v, of_sinks, *of_data)
         inputs = (saved.q, saved.k, saved.v, sinks, *data)
@@ -81,12 +93,23 @@ class Walk:
         )
 
     def _problem(
-        self, dtype: torch.dtype, sinks: torch.Tensor | None, data: Sequence[torch.Tensor]
+        self,
+        part: Part,
+        dtype: torch.dtype,
+        sinks: torch.Tensor | None,
+        data: Sequence[torch.Tensor],
     ) -> Problem:
         """With the tensors that autograd handed over."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
         names = (tensor.name for tensor in self._bound.spec.tensors)
         bound = replace(self._bound, tensors=dict(zip(names, data, strict=True)))
-        rules = Rules(bound, self._geometry, self._softcap, dtype)
-        wide = None if sinks is None else sinks.to(dtype).reshape(1, -1, 1)
-        return Problem(rules, self._blocks, self._scale, wide, self._dropout)
+        rules = Rules(bound, part.geometry, self._softcap, _wide(dtype))
+        return Problem(rules, part.blocks, self._scale, _row_of(sinks, rules.dtype), self._dropout)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What everything is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _row_of(sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if sinks is None else sinks.to(dtype).reshape(1, -1, 1)

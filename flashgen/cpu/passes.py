@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,19 +112,21 @@ def _exp_(x: torch.Tensor) -> torch.Tensor:
     return torch.threshold_(x.mul_(_LOG2_E), smallest, -torch.inf).exp2_()
 
 
-def backward(problem: Problem, saved: Saved, wanted: Sequence[str]) -> Gradients:
-    """Recompute each block, and add up its gradients; `wanted` names data."""
-    tensors = problem.rules.bound.tensors
-    grads = Gradients(
+def no_gradients(saved: Saved, data: Mapping[str, torch.Tensor]) -> Gradients:
+    """Sums of nothing yet; `data` has the tensors that want a gradient."""
+    return Gradients(
         torch.zeros_like(saved.q),
         torch.zeros_like(saved.k),
         torch.zeros_like(saved.v),
-        {name: torch.zeros_like(tensors[name], dtype=problem.dtype) for name in wanted},
+        {name: torch.zeros_like(x, dtype=saved.q.dtype) for name, x in data.items()},
         -saved.grad_lse,
     )
+
+
+def backward(problem: Problem, saved: Saved, grads: Gradients) -> None:
+    """Recompute each block, and add its gradients to `grads`."""
     for block in problem.blocks:
         _backward_block(problem, block, saved, grads)
-    return grads
 
 
 def _backward_block(problem: Problem, block: Block, saved: Saved, grads: Gradients) -> None:

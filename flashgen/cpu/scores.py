@@ -55,7 +55,7 @@ class Rules:
     def dropped(self, dropout: Dropout, block: Block) -> torch.Tensor:
         """Booleans [B, Hq, rows, columns]."""
         rows = self._line(2, block.rows) + _per_batch(self.geometry.offset, block)
-        b, h = self._line(0, block.batch), self._line(1, block.heads)
+        b, h = self._sequence(block), self._line(1, block.heads)
         return dropout.dropped(b, h, rows, self._line(3, *block.columns))
 
     def env(
@@ -67,7 +67,7 @@ class Rules:
         geometry, per_batch = self.geometry, functools.partial(_per_batch, block=block)
         lens = geometry.kv_len if geometry.kv_lens is None else geometry.kv_lens
         makers: Mapping[str, Callable[[], torch.Tensor]] = {
-            "b": lambda: self._line(0, block.batch),
+            "b": lambda: self._sequence(block),
             "h": lambda: self._line(1, block.heads),
             "h_kv": lambda: self._line(1, block.heads) // geometry.group,
             "q_idx": lambda: self._line(2, block.rows) + per_batch(geometry.offset),
@@ -84,6 +84,9 @@ class Rules:
         geometry = self.geometry
         most = max(geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)
         return torch.arange(most, device=geometry.device)
+
+    def _sequence(self, block: Block) -> torch.Tensor:
+        return self._line(0, block.batch) + self.geometry.first
 
     def _line(self, dim: int, *parts: slice) -> torch.Tensor:
         view = [1, 1, 1, 1]

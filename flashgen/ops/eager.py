@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import FlashgenError
+from ..geometry import refuse_paged
 from ..launch_backward import Saved
 from ..spec import Bound
 from .engine import Engine, Gradients, engine, no_autocast
@@ -27,8 +28,9 @@ def attention(
     q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq];
     `backend`: cpu, interpret, portable or hopper; `arguments` are those of `launch.forward`, and
     `deterministic`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE [B, Hq, Sq] in
-    float32 (float64 for float64 queries). Gradients reach q, k, v, sinks and the float data of
-    the score function; only those asked for are computed.
+    float32 (float64 for float64 queries). Packed: q, out [1, H, T, D], the LSE [1, H, T]; paged:
+    k, v [pages, Hkv, page size, D], without gradients. Gradients reach q, k, v, sinks and the
+    float data of the score function; only those asked for are computed.
     Raises FlashgenError where a second derivative is asked for, or a batched or forward one."""
     made = engine(backend, bound, **arguments)
     data = [bound.tensors[tensor.name] for tensor in bound.spec.tensors]
@@ -81,6 +83,7 @@ class _Attention(_Function):
         needed = ctx.needs_input_grad
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
+        refuse_paged(ctx.made.geometry)
         given = (ctx.made, needed[1:], grad_out, grad_lse, *ctx.saved_tensors)
         # Only where the gradient gets a graph is there a use for a function, whose backward is an
         # error.

@@ -12,6 +12,7 @@ import torch
 from .. import launch, launch_backward, launch_hopper
 from ..emit_backward import Wanted
 from ..expr import leaves
+from ..geometry import Geometry
 from ..kernel_names import spell
 from ..launch_backward import Saved
 from ..spec import Bound
@@ -21,6 +22,8 @@ Gradients = tuple["torch.Tensor | None", ...]
 
 class Engine(Protocol):
     """A call apart from the tensors that autograd holds: q, k, v, sinks, and the spec's data."""
+
+    geometry: Geometry
 
     def forward(
         self,
@@ -62,6 +65,7 @@ class Kernels:
         self._run_forward = launch_hopper.forward if hopper else launch.forward
         self._bound, self._deterministic = spell(bound), deterministic
         self._arguments = arguments
+        self.geometry = arguments["geometry"]
 
     def forward(
         self,

@@ -20,8 +20,13 @@ _TILES, _ELEMENTS = 1 << 19, 1 << 21
 
 
 def grid_of(bound: Bound, geometry: Geometry, block_size: tuple[int, int]) -> tuple[int, ...]:
-    """[B|1, H|1, query tiles, key tiles]: 1 where nothing varies by batch or head."""
+    """[B|1, H|1, query tiles, key tiles]: 1 where nothing varies by batch or head.
+
+    Packed: [1, H|1, query tiles of all sequences, key tiles of the longest]."""
     by_batch = geometry.varies_by_batch or bound.spec.uses("b")
+    if geometry.packing is not None:
+        heads = geometry.heads if bound.spec.uses("h", "h_kv") else 1
+        return 1, heads, geometry.packing.rows(block_size[0]), -(-geometry.kv_len // block_size[1])
     return (
         geometry.batch if by_batch else 1,
         geometry.heads if bound.spec.uses("h", "h_kv") else 1,
@@ -40,6 +45,12 @@ def classify(
     grid = grid_of(bound, geometry, block_size)
     states = torch.zeros(grid, dtype=torch.int8, device=geometry.device)
     if 0 in grid:
+        return states
+    if geometry.packing is not None:
+        first = geometry.packing.first_rows(block_size[0])[:-1].tolist()
+        for row, own in zip(first, geometry.sequences(), strict=True):
+            found = classify(bound, own, block_size, planner)[0]
+            states[0, :, row : row + found.shape[1], : found.shape[2]] = found
         return states
     tiles = _Tiles(bound, geometry, block_size, grid)
     rows = max(1, _TILES // max(1, grid[0] * grid[1] * grid[3]))
@@ -67,7 +78,7 @@ class _Tiles:
         self.rule = tile_rule(self.mask)
         self.grid, device = grid, geometry.device
         batch, heads = grid[:2]
-        self.b = torch.arange(batch, device=device).reshape(-1, 1, 1, 1)
+        self.b = torch.arange(batch, device=device).reshape(-1, 1, 1, 1) + geometry.first
         self.h = torch.arange(heads, device=device).reshape(1, -1, 1, 1)
         offset = geometry.offset
         if isinstance(offset, torch.Tensor):
@@ -161,7 +172,8 @@ class _Tiles:
         q_rows = (row * self.block[0] + q.reshape(1, -1, 1)).clamp(max=self.geometry.q_len - 1)
         columns = column * self.block[1] + k.reshape(1, 1, -1)
         columns = torch.minimum(columns, (kv_len - 1).clamp(min=0))
-        env = self._env(b, h, kv_len, q_idx=q_rows + offset, kv_idx=columns)
+        first = self.geometry.first
+        env = self._env(b + first, h, kv_len, q_idx=q_rows + offset, kv_idx=columns)
         assert self.mask is not None
         shape = (len(b), q.numel(), k.numel())
         return evaluate(self.mask, env).expand(shape)

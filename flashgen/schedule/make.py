@@ -10,6 +10,7 @@ from ..errors import FlashgenError
 from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..spec import Bound
+from ..storage import Packing
 from .classify import Planner, classify
 from .value import Schedule
 
@@ -43,6 +44,7 @@ def make_schedule(
         mask_scalars(bound),
         runs,
         geometry.group if spec.uses("h_kv") else None,
+        geometry.packing,
     )
 
 
@@ -100,6 +102,9 @@ def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) ->
 def _differences(schedule: Schedule, bound: Bound, geometry: Geometry) -> list[Any]:
     batch, heads = schedule.states.shape[:2]
     wide = geometry.varies_by_batch or bound.spec.uses("b")
+    packing = geometry.packing
+    if packing is not None or schedule.packing is not None:
+        batch, wide = schedule.shape[0], True
     by_head = bound.spec.uses("h", "h_kv")
     mask = (schedule.mask_name, schedule.mask_digest)
     same = schedule.mask_digest == bound.spec.mask_digest
@@ -111,10 +116,20 @@ def _differences(schedule: Schedule, bound: Bound, geometry: Geometry) -> list[A
         ("Skv =", schedule.kv_len, geometry.kv_len),
         ("q_offset", _shown(schedule.q_offset), _shown(geometry.q_offset)),
         ("kv_lens", _shown(schedule.kv_lens), _shown(geometry.kv_lens)),
+        ("cu_seqlens_q", _starts(schedule.packing), _starts(packing)),
+        ("queries in all", _total(schedule.packing), _total(packing)),
         ("groups of", schedule.group, geometry.group if bound.spec.uses("h_kv") else None),
         ("batch size", batch, geometry.batch if wide else 1),
         ("heads", heads, geometry.heads if by_head else 1),
     ]
+
+
+def _starts(packing: Packing | None) -> Any:
+    return _shown(None if packing is None else packing.cu_q)
+
+
+def _total(packing: Packing | None) -> int | None:
+    return None if packing is None else packing.total_q
 
 
 def _shown(value: int | torch.Tensor | None) -> Any:

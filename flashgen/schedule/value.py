@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..storage import Packing
 from .classify import FULL, PARTIAL
 from .runs import MOST_RUNS, Runs, compact
 
@@ -19,7 +20,9 @@ class Schedule:
     Made once, used by every layer of the same lengths, offset and mask. Counts and indices have
     FlexAttention's names and meaning: `kv_num_blocks` [B|1, H|1, query tiles] and `kv_indices`
     [B|1, H|1, query tiles, key tiles] list the partial tiles of a row, `full_kv_*` the full ones,
-    `q_*` and `full_q_*` the same for columns; all int32."""
+    `q_*` and `full_q_*` the same for columns; all int32.
+    Packed: `states` [1, H|1, rows, key tiles] has the query tiles of all sequences in one line;
+    what is listed and drawn has a batch of sequences, and waits for the device."""
 
     states: torch.Tensor
     block_size: tuple[int, int]
@@ -34,6 +37,7 @@ class Schedule:
     _kv_runs: Runs | None = field(default=None, repr=False)
     # Query heads that share one of keys, where the mask tells heads of keys apart.
     group: int | None = None
+    packing: Packing | None = None
 
     @property
     def device(self) -> torch.device:
@@ -42,11 +46,47 @@ class Schedule:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B|1, H|1, Sq, Skv), as a BlockMask has it."""
-        return (self.states.shape[0], self.states.shape[1], self.q_len, self.kv_len)
+        batch = self.states.shape[0] if self.packing is None else self.packing.batch
+        return (batch, self.states.shape[1], self.q_len, self.kv_len)
 
     def to_dense(self) -> torch.Tensor:
         """The grid [B|1, H|1, query tiles, key tiles]: 0 empty, 1 partial, 2 full."""
-        return self.states.clone()
+        return self.states.clone() if self.packing is None else self.grid
+
+    @cached_property
+    def grid(self) -> torch.Tensor:
+        """The states with a batch of sequences, as many tiles as the longest has."""
+        if self.packing is None:
+            return self.states
+        return self.packing.unpack(self.states, self.block_size[0])
+
+    @property
+    def q_sequences(self) -> torch.Tensor | None:
+        """Packed: int32 [rows], the sequence of each row of the states."""
+        return None if self.packing is None else self.packing.sequences(self.block_size[0])
+
+    @property
+    def kv_sequences(self) -> torch.Tensor | None:
+        """Packed: int32 [rows of `q_runs`], the sequence of each."""
+        if self.packing is None:
+            return None
+        return self.packing.sequences(self.block_size[1], by_key=True)
+
+    def of_sequence(self, b: int, q_len: int, kv_len: int) -> Schedule:
+        """One sequence's part of a schedule that varies by batch. Waits for the device."""
+        rows, columns = -(-q_len // self.block_size[0]), -(-kv_len // self.block_size[1])
+        first, line = 0, b
+        if self.packing is not None:
+            first, line = int(self.packing.first_rows(self.block_size[0])[b]), 0
+        return replace(
+            self,
+            states=self.states[line : line + 1, :, first : first + rows, :columns],
+            q_len=q_len,
+            kv_len=kv_len,
+            kv_lens=None,
+            packing=None,
+            _kv_runs=None,
+        )
 
     @cached_property
     def kv_runs(self) -> Runs:
@@ -59,11 +99,24 @@ class Schedule:
         if self.device.type != "cpu":
             from ..plan import compact as compact_on_device
 
-            capacity = min(self.states.shape[2] // 2 + 1, MOST_RUNS)
-            lens, size = self.kv_lens, self.block_size[1]
-            return compact_on_device(self.states, self.kv_len, lens, size, capacity, by_key=True)
+            capacity = min(-(-self.q_len // self.block_size[0]) // 2 + 1, MOST_RUNS)
+            given = (self.states, self.kv_len, self.kv_lens, self.block_size, capacity)
+            return compact_on_device(*given, by_key=True, packing=self.packing)
+        if self.packing is not None:
+            return self._packed_q_runs(self.packing)
         ragged = None if self._ragged is None else self._ragged.mT
         return compact(self.states.mT, ragged, by_key=True)
+
+    def _packed_q_runs(self, packing: Packing) -> Runs:
+        """On the CPU: each tile of keys among its own sequence's rows."""
+        size = self.block_size[1]
+        b, tile = packing.tiles(size, by_key=True)
+        lens = torch.zeros_like(b) if self.kv_lens is None else self.kv_lens.long()[b]
+        is_alive = (tile * size < lens) & (tile < self.states.shape[3])
+        columns = self.grid.mT[b, :, torch.where(is_alive, tile, 0)]
+        columns = (columns * is_alive[:, None, None]).transpose(0, 1)[None]
+        ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
+        return compact(columns, ragged, by_key=True)
 
     @property
     def _ragged(self) -> torch.Tensor | None:
@@ -71,49 +124,52 @@ class Schedule:
         size = self.block_size[1]
         ends = (torch.arange(self.states.shape[3], device=self.device) + 1) * size
         if self.kv_lens is not None:
-            return ends > self.kv_lens.reshape(-1, 1, 1, 1)
+            lens = self.kv_lens
+            if (sequences := self.q_sequences) is not None:
+                return ends > lens[sequences.long()].reshape(1, 1, -1, 1)
+            return ends > lens.reshape(-1, 1, 1, 1)
         if self.kv_len % size == 0:
             return None
         return (ends > self.kv_len).expand(1, 1, 1, -1)
 
     @cached_property
     def kv_num_blocks(self) -> torch.Tensor:
-        return _count(self.states, PARTIAL)
+        return _count(self.grid, PARTIAL)
 
     @cached_property
     def kv_indices(self) -> torch.Tensor:
-        return _indices(self.states, PARTIAL)
+        return _indices(self.grid, PARTIAL)
 
     @cached_property
     def full_kv_num_blocks(self) -> torch.Tensor:
-        return _count(self.states, FULL)
+        return _count(self.grid, FULL)
 
     @cached_property
     def full_kv_indices(self) -> torch.Tensor:
-        return _indices(self.states, FULL)
+        return _indices(self.grid, FULL)
 
     @cached_property
     def q_num_blocks(self) -> torch.Tensor:
-        return _count(self.states.mT, PARTIAL)
+        return _count(self.grid.mT, PARTIAL)
 
     @cached_property
     def q_indices(self) -> torch.Tensor:
-        return _indices(self.states.mT, PARTIAL)
+        return _indices(self.grid.mT, PARTIAL)
 
     @cached_property
     def full_q_num_blocks(self) -> torch.Tensor:
-        return _count(self.states.mT, FULL)
+        return _count(self.grid.mT, FULL)
 
     @cached_property
     def full_q_indices(self) -> torch.Tensor:
-        return _indices(self.states.mT, FULL)
+        return _indices(self.grid.mT, FULL)
 
     @property
     def density(self) -> float:
         """Non-empty tiles / all tiles. Waits for the device."""
         if not self.states.numel():
             return 0.0
-        return float((self.states != 0).float().mean())
+        return float((self.grid != 0).float().mean())
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from cases import CASES
 import flashgen as fg
 from flashgen import masks
 from flashgen.call import CallText, check
+from flashgen.check_storage import Storage
 from flashgen.plan import plan
 from flashgen.schedule import classify, compact
 
@@ -83,7 +84,8 @@ def test_planned_as_on_the_cpu(case: Any) -> None:
     data = case.build(B, H, S, T, torch.Generator().manual_seed(1))
     program = fg.Attention(mask=case.bound(to_gpu(data)).to("cuda"))._program
     q, k, v = inputs(B, H, H, S, T, 16, 16, torch.float16)
-    options: dict[str, Any] = {"scale": None, "q_offset": None, "kv_lens": None, "sinks": None}
+    options: dict[str, Any] = {"scale": None, "q_offset": None, "sinks": None}
+    options["storage"] = Storage()
     call = check(program, CallText("test", {}), q, k, v, data={}, **options)
     for block in ((128, 64), (48, 96)):
         states, runs = plan(call.bound, call.geometry, block, "exact")

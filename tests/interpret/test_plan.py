@@ -13,6 +13,7 @@ from triton.runtime.errors import InterpreterError
 
 import flashgen as fg
 from flashgen.call import Call, CallText, check
+from flashgen.check_storage import Storage
 from flashgen.kernel_names import spell
 from flashgen.plan import compact as compact_by_kernel
 from flashgen.plan import plan
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.usefixtures("nan_filled_empty")
 
 
 def call_of(mask: Any, q: torch.Tensor, k: torch.Tensor, **arguments: Any) -> Call:
-    options = {n: arguments.pop(n, None) for n in ("scale", "q_offset", "kv_lens", "sinks")}
+    options = {n: arguments.pop(n, None) for n in ("scale", "q_offset", "sinks")}
+    options["storage"] = Storage.take(arguments)
     program = fg.Attention(mask)._program
     return check(program, CallText("test", {}), q, k, k, data=arguments, **options)
 
@@ -55,7 +57,7 @@ def check_plan(call: Call, block: tuple[int, int], planner: Any) -> None:
     if max(_runs(rows.masked), _runs(rows.full)) < runs.masked.shape[-2] - 2:
         same_runs(runs, rows)
     room = states.shape[2] // 2 + 1
-    got = compact_by_kernel(states, geometry.kv_len, lens, block[1], room, by_key=True)
+    got = compact_by_kernel(states, geometry.kv_len, lens, block, room, by_key=True)
     same_runs(got, columns)
 
 
