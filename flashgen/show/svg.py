@@ -138,7 +138,7 @@ def _start(schedule: Schedule) -> int:
 
 
 def _facts(schedule: Schedule) -> list[str]:
-    batch, heads, rows, columns = schedule.to_dense().shape
+    batch, heads, rows, columns = schedule.grid.shape
     tiles = f"{count(rows * columns, 'tile')} of {size(*schedule.block_size)}"
     facts = [f"{size(*schedule.shape[2:])}, {tiles}, {100 * schedule.density:.1f} % visited"]
     if batch * heads > 1:
