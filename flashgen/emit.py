@@ -65,6 +65,7 @@ class Part(NamedTuple):
     is_cut: bool
 
 
+@functools.cache
 def parts_of(head_dim: int) -> tuple[Part, ...]:
     """At most two powers of two that hold a head dimension: 192 is 128 + 64, 40 is 32 + 16.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def _is_of_key(node: Expr) -> bool:
     return "kv_idx" in indices and "q_idx" not in indices and not leaves(node, "score")
 
 
+@functools.cache
 def covers(head_dim: int, v_head_dim: int) -> bool:
     """Whether rows are multiples of 16 bytes, and the output's parts fit where the queries' lay."""
     q_sizes, v_sizes = ([p.size for p in parts_of(d)] for d in (head_dim, v_head_dim))

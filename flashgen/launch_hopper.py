@@ -14,9 +14,14 @@ from . import cache, emit, emit_hopper, launch
 from .geometry import Geometry
 from .schedule import Schedule
 from .spec import Bound, Spec
-from .tiling import Tiling, choose_for
+from .tiling import Target, Tiling, choose_for
 
 BLOCK_M = 128
+
+
+KEYS = (128, 64)
+# Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
+_SHARED = 232448 - 2048
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,17 @@ class Shape:
     registers: int = 240
 
 
+@functools.cache
 def shape_for(head_dim: int, v_head_dim: int, block_n: int | None = None) -> Shape:
     """The blocks of Hopper's forward kernel; its tiles have 128 queries.
 
-    As many stages as fit in shared memory beside the queries, at most four."""
+    As many stages as fit in shared memory beside the queries, at most four, and two at least.
+    Keys of a tile: as asked for, or the most for which that fits."""
+    if block_n is None:
+        return next(s for n in KEYS if (s := shape_for(head_dim, v_head_dim, n)).stages > 1)
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
-    keys = block_n or (64 if max(q_dim, v_dim) > 192 else 128)
-    left = 232448 - 1024 - 2 * BLOCK_M * q_dim
-    return Shape(keys, max(2, min(4, left // (2 * keys * (q_dim + v_dim)))))
+    stage = 2 * block_n * (q_dim + v_dim)
+    return Shape(block_n, min(4, (_SHARED - 2 * BLOCK_M * q_dim) // stage))
 
 
 def obstacle(
@@ -46,38 +54,47 @@ def obstacle(
     geometry: Geometry | None = None,
 ) -> str:
     """Why Hopper's kernel can't run a call (q, k, v: `tensors`), or any; empty if it can."""
-    if geometry is not None and not geometry.is_dense:
-        return "Hopper's kernels take dense tensors, not packed or paged ones"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"Hopper's kernels take 16-bit floats, not {str(dtype).removeprefix('torch.')}"
     if device.type != "cuda":
         return f"Hopper's kernels run on its GPU, and the tensors are on {device}"
-    target = launch.current_target(device)
-    if (target.backend, target.arch) != ("cuda", "90"):
-        return f"Hopper's kernels are for sm_90, and this is {target.backend} {target.arch}"
-    if launch.interpreting():
-        return "Triton's interpreter doesn't run Hopper's kernels"
-    try:
-        from . import hopper
-    except (ImportError, AttributeError) as error:
-        return f"this Triton's Gluon isn't known to flashgen ({error})"
-    if schedule is not None and not _fits(schedule):
-        return (
-            f"Hopper's kernels don't work on tiles of {' x '.join(map(str, schedule.block_size))}"
-        )
-    if tensors:
-        q, k, v = tensors
-        if not emit_hopper.covers(q.shape[-1], v.shape[-1]):
-            return f"Hopper's kernels don't take head dimensions {q.shape[-1]} and {v.shape[-1]}"
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
-                return f"{name} has {problem}"
+    if problem := _unsupported(launch.current_target(device), dtype):
+        return problem
+    if geometry is not None and not geometry.is_dense:
+        return "Hopper's kernels take dense tensors, not packed or paged ones"
+    if not tensors:
+        return ""
+    from . import hopper
+
+    q, k, v = tensors
+    dims = (q.shape[-1], v.shape[-1])
+    if not emit_hopper.covers(*dims):
+        return f"Hopper's kernels don't take head dimensions {dims[0]} and {dims[1]}"
+    if schedule is not None and not _fits(schedule, *dims):
+        tile = " x ".join(map(str, schedule.block_size))
+        return f"Hopper's kernels don't work on tiles of {tile}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        # What isn't contiguous along a row is copied first.
+        if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
+            return f"{name} has {problem}"
     return ""
 
 
-def _fits(schedule: Schedule) -> bool:
+@functools.cache
+def _unsupported(target: Target, dtype: torch.dtype) -> str:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"Hopper's kernels take 16-bit floats, not {str(dtype).removeprefix('torch.')}"
+    if (target.backend, target.arch) != ("cuda", "90"):
+        return f"Hopper's kernels are for sm_90, and this is {target.backend} {target.arch}"
+    try:
+        from . import hopper as hopper
+    except (ImportError, AttributeError) as error:
+        return f"this Triton's Gluon isn't known to flashgen ({error})"
+    return ""
+
+
+def _fits(schedule: Schedule, head_dim: int, v_head_dim: int) -> bool:
     """Whether the kernel works on a schedule's tiles."""
-    return schedule.block_size[0] == BLOCK_M and schedule.block_size[1] in (64, 128)
+    rows, keys = schedule.block_size
+    return rows == BLOCK_M and keys in KEYS and shape_for(head_dim, v_head_dim, keys).stages > 1
 
 
 @functools.lru_cache(maxsize=1024)

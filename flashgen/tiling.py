@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +110,7 @@ def choose(
     return candidates[-1]
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_for(
     target: Target,
     dtype: torch.dtype,

@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import flashgen as fg
-from flashgen import launch, launch_hopper, masks
+from flashgen import api, launch, masks
 from flashgen.tiling import target_of
 
 H200 = target_of("cuda", 90)
@@ -34,6 +34,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def _sinks(attention: fg.Attention) -> dict[str, Any]:
+    return {"sinks": torch.zeros(4)} if attention._program.sinks else {}
+
+
 @pytest.mark.parametrize(
     ("attention", "data"),
     [
@@ -47,19 +51,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -> None:
     data = {n: x.int() if isinstance(x, torch.Tensor) else x for n, x in data.items()}
     q, k = (torch.randn(2, h, 200, 64, dtype=torch.bfloat16) for h in (4, 2))
-    sinks = torch.zeros(4) if attention._program.sinks else None
-    given = {"scale": None, "q_offset": None, "kv_lens": kv_lens, "sinks": sinks}
-    call = attention._check(q, k, k, **given, data=data)
-    schedule = attention.schedule(q, k, block_size=(128, 128), kv_lens=kv_lens, **data)
-    out, lse = launch_hopper.forward(
-        *(q, k, k),
-        bound=call.bound,
-        geometry=call.geometry,
-        schedule=schedule,
-        scale=call.scale,
-        softcap=attention._program.softcap,
-        sinks=sinks,
-    )
+    given = {"kv_lens": kv_lens, **data}
+    call = attention._check_look(q, k, k, given | _sinks(attention))
+    schedule = attention.schedule(q, k, block_size=(128, 128), **given)
+    out, lse = api._run("hopper", call, schedule, False)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert launched == ["attention_forward", "repair_rows"]

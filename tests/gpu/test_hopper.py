@@ -1,0 +1,157 @@
+"""Hopper's forward kernels, asked for by name: what is special to them.
+
+`auto` takes them on an H200, so what tests/gpu/test_forward.py asks of every backend is asked of
+them there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from dense_checks import FIRST, check_against_sdpa, inputs, oracle, sdpa_error, to_gpu
+
+import flashgen as fg
+from flashgen import masks
+from flashgen.errors import FlashgenError
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Barriers that never come would wait for ever.
+    pytest.mark.timeout(60, method="thread"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a GPU of sm_90",
+    ),
+]
+BF16 = torch.bfloat16
+
+
+def causal(S: int, T: int) -> torch.Tensor:
+    i, j = torch.arange(S, device="cuda")[:, None], torch.arange(T, device="cuda")
+    return j <= i + T - S
+
+
+def hopper(attend: Any) -> Any:
+    return lambda *tensors, **data: attend(*tensors, backend="hopper", **data)
+
+
+@pytest.mark.parametrize("case", FIRST[::6], ids=lambda case: case.id)
+def test_masks_at_odd_sizes(case: Any, nan_filled_empty: None) -> None:
+    B, H, S, T = 2, 2, 197, 329 if case.below_zero else 197
+    data = case.build(B, H, S, T, torch.Generator().manual_seed(2))
+    allowed = case.expected(B, H, S, T, data).cuda()
+    attend = fg.Attention(mask=case.bound(to_gpu(data)).to("cuda"))
+    check_against_sdpa(hopper(attend), inputs(B, H, H, S, T, 128, 128, BF16), allowed)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 700), (300, 100), (1000, 1000)], ids=str)
+def test_lengths_and_groups(
+    lengths: tuple[int, int], heads: tuple[int, int], nan_filled_empty: None
+) -> None:
+    """Rows that see nothing among them."""
+    tensors = inputs(2, *heads, *lengths, 128, 128, BF16)
+    check_against_sdpa(hopper(fg.Attention(mask=masks.causal)), tensors, causal(*lengths))
+
+
+def test_strides_and_shapes_of_tiles() -> None:
+    S = 517
+    tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(
+        2, 4, 4, S, S, 128, 128, BF16)]  # fmt: skip
+    attend = fg.Attention(mask=masks.causal)
+    for block in ((128, 128), (128, 64)):
+        schedule = attend.schedule(*tensors, block_size=block)
+        check_against_sdpa(hopper(attend), tensors, causal(S, S), schedule=schedule)
+
+
+def test_what_lies_beyond_the_lengths_is_never_read() -> None:
+    S, T = 300, 700
+    lens = torch.tensor([700, 0, 129, 390], device="cuda")
+    q, k, v = inputs(4, 2, 2, S, T, 128, 128, BF16)
+    attend = hopper(fg.Attention(mask=masks.causal))
+    j, i = torch.arange(T, device="cuda"), torch.arange(S, device="cuda")[:, None]
+    ends = lens.view(-1, 1, 1, 1)
+    check_against_sdpa(attend, [q, k, v], (j < ends) & (j <= i + ends - S), kv_lens=lens)
+    clean = attend(q, k, v, kv_lens=lens)
+    for b, n in enumerate(lens.tolist()):
+        k[b, :, n:], v[b, :, n:] = float("nan"), float("nan")
+    assert torch.equal(attend(q, k, v, kv_lens=lens), clean)
+
+
+def test_hidden_values_that_are_not_finite() -> None:
+    S = 300
+    q, k, v = inputs(1, 2, 2, S, S, 64, 64, BF16)
+    attend = hopper(fg.Attention(mask=masks.causal))
+    clean = attend(q, k, v)
+    v[:, :, 150, 3], k[:, :, 200], v[:, :, 250] = float("nan"), float("nan"), float("inf")
+    out = attend(q, k, v)
+    torch.testing.assert_close(out[:, :, :150], clean[:, :, :150], rtol=2e-2, atol=1e-2)
+    assert torch.isfinite(out[:, :, :200, 4:]).all()
+    assert out[:, :, 150:, 3].isnan().all()
+
+
+@fg.attention(mask=masks.sliding_window, softcap=20.0, sinks=True)
+def biased(score, h, q_idx, kv_idx, slope: fg.Tensor, bias: fg.Tensor):  # type: ignore[no-untyped-def]
+    return score + slope[h] * (kv_idx - q_idx) + bias[kv_idx]
+
+
+def test_score_softcap_and_sinks_in_fp16() -> None:
+    """Against float64; the error is held to twice that of the masked product alone."""
+    B, H, S, window = 2, 4, 601, 150
+    q, k, v = inputs(B, H, H, S, S, 64, 64, torch.float16)
+    slope, bias, sinks = (torch.randn(n, device="cuda") for n in (H, S, H))
+    i = torch.arange(S, device="cuda")
+    distance = i[:, None] - i
+    allowed = (distance >= 0) & (distance < window)
+    s = q.double() @ k.double().mT / 8 - slope.double().view(-1, 1, 1) * distance + bias.double()
+    s = torch.where(allowed, 20 * torch.tanh(s / 20), -torch.inf)
+    lse = torch.logsumexp(
+        torch.cat([s, sinks.double().view(1, H, 1, 1).expand(B, H, S, 1)], -1), -1
+    )
+    exact = torch.exp(s - lse[..., None]) @ v.double()
+    given = {"slope": slope, "bias": bias, "sinks": sinks, "window": window}
+    out, got = biased(q, k, v, backend="hopper", return_lse=True, **given)
+    plain, _ = oracle(q, k, v, allowed, 1 / 8)
+    allowance = 2 * sdpa_error(q, k, v, allowed, plain, 1 / 8)
+    assert (out.double() - exact).abs().max().item() <= allowance
+    torch.testing.assert_close(got.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_runs_are_bit_equal() -> None:
+    tensors = inputs(2, 8, 2, 1500, 1500, 128, 128, BF16)
+    attend = hopper(fg.Attention(mask=masks.causal))
+    first = attend(*tensors)
+    for _ in range(100):
+        assert torch.equal(attend(*tensors), first)
+
+
+def test_beside_another_stream() -> None:
+    """Programs that wait for one another's copies don't wait for other kernels."""
+    tensors = inputs(2, 8, 2, 1500, 1500, 128, 128, BF16)
+    attend = hopper(fg.Attention(mask=masks.causal))
+    alone = attend(*tensors)
+    other = torch.cuda.Stream()
+    a = torch.randn(4096, 4096, device="cuda", dtype=BF16)
+    for _ in range(30):
+        with torch.cuda.stream(other):
+            a @ a
+            beside = attend(*tensors)
+        assert torch.equal(attend(*tensors), alone)
+    torch.cuda.synchronize()
+    assert torch.equal(beside, alone)
+
+
+def test_explain_says_why_not() -> None:
+    q, k, v = inputs(1, 2, 2, 100, 100, 64, 64, torch.float32)
+    attend = fg.Attention(mask=masks.causal)
+    assert "Hopper's kernels take 16-bit floats, not float32" in attend.explain(q, k, v)
+    assert "hopper: generated Gluon kernels" in attend.explain(*(x.half() for x in (q, k, v)))
+    with pytest.raises(FlashgenError, match="16-bit"):
+        attend(q, k, v, backend="hopper")
+
+
+def test_cases_are_found() -> None:
+    assert len(FIRST[::6]) > 4
+    assert len(CASES) > len(FIRST)
