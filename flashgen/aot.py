@@ -17,6 +17,7 @@ import torch
 from . import cache, emit, emit_hopper, launch, launch_hopper, plan
 from .emit_plan import PlanModule
 from .errors import FlashgenError
+from .order import with_tables
 from .spec import Spec
 from .tiling import Tiling, choose, target_of
 
@@ -221,7 +222,7 @@ def _placeholders(
     }
     places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr")
     dtypes |= dict.fromkeys(places, torch.int32)
-    for tensor in spec.tensors:
+    for tensor in with_tables(spec).tensors:
         kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         dtypes[f"{tensor.name}_ptr"] = kind
     dtypes |= others or {}

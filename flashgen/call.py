@@ -90,7 +90,7 @@ def check(
             call=text,
             write="q_offset=0 for FlexAttention's meaning, or the first query's position",
         )
-    bound = program.bind(data, text, spread=geometry.spread)
+    bound = program.bind(data, text, spread=geometry.spread, lengths=geometry.lengths)
     bound = fit_data(bound, geometry.extents, q.device, text)
     checked_scale = _scale(text, scale, q.shape[-1])
     sinks = _sinks(text, program.sinks, sinks, geometry)

@@ -13,10 +13,12 @@ import jinja2
 
 from . import __version__
 from .bounds import tile_rule
+from .emit_masks import keep_by_key, mask_text
 from .expr import Expr, leaves
 from .layout import tidy as tidy
-from .lower import Lowered, isolate, lower
+from .lower import Lowered, lower
 from .lower.widths import size_name
+from .order import ordered, with_tables
 from .spec import Spec
 
 # Indices of the attention loop, as the kernels name them.
@@ -233,11 +235,11 @@ def _has_score(expr: Expr) -> bool:
     return bool(leaves(expr, "score"))
 
 
-def lower_for(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
-    """An expression's statements in the attention loop: (row block, tile)."""
+def lower_for(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
+    """Statements of expressions in the attention loop: (row block, tile)."""
     names = {**INDEX_NAMES, "score": "s"}
     return lower(
-        [expr] if expr is not None else [],
+        exprs,
         stages=2,
         stage_of=_stage,
         names=names,
@@ -252,14 +254,14 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
 
     `repairs`: only its careful second pass, on rows that Hopper's kernel found to be spoilt."""
     template = "repair.py.j2" if repairs else "forward.py.j2"
-    isolated = None if spec.mask is None else isolate(spec.mask)
-    mask = lower_for(isolated, spec, variant, frozenset())
-    assigned = frozenset(line.partition(" = ")[0] for part in mask.statements for line in part)
-    score = lower_for(spec.score, spec, variant, assigned)
-    # Shaped like the keys at least, so that it can be selected by key.
-    keep = mask.results[0] if mask.results else "kv_idx >= 0"
-    if spec.mask is not None and "kv_idx" not in leaves(spec.mask, "index"):
-        keep = f"(kv_idx >= 0) & ({keep})"
+    given, spec = spec, spec if repairs else with_tables(spec)
+    mask = mask_text(
+        spec,
+        "q_idx",
+        lambda exprs: lower_for(exprs, spec, variant, frozenset()),
+        by_range=not repairs,
+    )
+    score = lower_for([spec.score] if spec.score else [], spec, variant, mask.assigned)
     arguments = [*(["spoilt_ptr"] if repairs else []), *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
@@ -268,7 +270,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
         environment()
         .get_template(template)
         .render(
-            header=header(spec, command),
+            header=header(given, command, by_range=not repairs),
             helpers=sorted(helpers),
             arguments=arguments,
             unspecialized=[bare(a) for a in arguments if not is_pointer(a)],
@@ -282,17 +284,19 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             offset=variant.offset,
             packed=variant.packed,
             key_storage=variant.keys,
-            row_lines=(*mask.statements[0], *score.statements[0]),
-            tile_lines=mask.statements[1],
+            row_lines=(*mask.general.row_lines, *score.statements[0]),
+            tile_lines=mask.general.tile_lines,
             score_lines=score.statements[1],
-            keep=keep,
+            keep=keep_by_key(spec, mask.general.keep),
+            ordered=mask.ordered,
+            holds=mask.holds,
             has_mask=spec.mask is not None,
             score=full_score(spec, score),
             softcap=spec.softcap,
             sinks=spec.sinks,
             dropout=variant.dropout,
             uses_q_idx="q_idx" in indices or variant.dropout,
-            **_select_arguments(arguments, variant),
+            **_select_arguments(arguments, given, variant),
         )
     )
     name = kernel_name(spec, variant)
@@ -326,9 +330,10 @@ _UNUSED = (
 )  # fmt: skip
 
 
-def _select_arguments(arguments: list[str], variant: Variant) -> dict[str, list[str]]:
+def _select_arguments(arguments: list[str], spec: Spec, variant: Variant) -> dict[str, list[str]]:
     is_paged = variant.keys == "paged"
-    names = [bare(a) for a in arguments]
+    tables = {*data_arguments(with_tables(spec), variant)} - {*data_arguments(spec, variant)}
+    names = [bare(a) for a in arguments if a not in tables]
     names = [n for n in names if n not in _UNUSED and not n.startswith("schedule_")]
     of_place = "stride_([qo]b|.h)" if is_paged else "stride_.[bh]"
     names = [n for n in names if not re.fullmatch(rf"{of_place}|q_offset\w*|kv_len", n)]
@@ -340,10 +345,14 @@ def _select_arguments(arguments: list[str], variant: Variant) -> dict[str, list[
     }
 
 
-def header(spec: Spec, command: str) -> str:
-    """Comments above a generated module: what it computes, and how to make it again."""
+def header(spec: Spec, command: str, by_range: bool = True) -> str:
+    """Comments above a generated module: what it computes, and how to make it again.
+
+    `by_range`: its kernels have a form for data in order."""
     lines = [f"flashgen {__version__}", *str(spec).splitlines()]
     lines += ["tile rule", *(f"  {line}" for line in str(tile_rule(spec.mask)).splitlines())]
+    if by_range and (cheaper := ordered(spec.mask)):
+        lines += ["data in order", f"  {cheaper}"]
     if command:
         lines.append(f"made by: {command}")
     return "\n".join(part for line in lines for part in _comment(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from .differentiate import ZERO, Derivatives, differentiate
@@ -21,9 +20,11 @@ from .emit import (
     unaligned_pointers,
     used_in,
 )
+from .emit_masks import MaskText, mask_text, needed
 from .expr import Expr, const, leaves, make
 from .layout import tidy
-from .lower import Lowered, isolate, lower
+from .lower import Lowered, lower
+from .order import with_tables
 from .spec import Spec
 
 TEMPLATE = "backward.py.j2"
@@ -90,10 +91,9 @@ class Math:
     """Mask, score function and its derivative as statements of one kernel."""
 
     row_lines: tuple[str, ...]
-    tile_lines: tuple[str, ...]
+    mask: MaskText
     score_lines: tuple[str, ...]
     slope_lines: tuple[str, ...]
-    keep: str
     score: str
     slope: str
     helpers: frozenset[str]
@@ -130,9 +130,10 @@ def ignores_score(spec: Spec) -> bool:
 
 def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
     """The backward kernels of a spec, as far as they are wanted."""
+    given, spec = spec, with_tables(spec)
     by_query = _math(spec, variant, wanted, "q")
-    by_key = _math(spec, variant, wanted, "kv")
-    prepare, queries, keys = _kernels(spec, variant, wanted)
+    by_key = _math(given, variant, wanted, "kv")
+    prepare, queries, keys = _kernels(given, variant, wanted)
     helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
     helpers |= {term.how for term in by_query.terms} & {"add_exactly"}
@@ -141,7 +142,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
         environment()
         .get_template(TEMPLATE)
         .render(
-            header=header(spec, ""),
+            header=header(given, ""),
             helpers=sorted(helpers),
             grads=wanted,
             prepare=prepare,
@@ -179,19 +180,24 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     """Statements for a kernel whose programs own a block of queries (`q`) or of keys (`kv`)."""
-    mask = _lower([] if spec.mask is None else [isolate(spec.mask)], spec, variant, block, [])
-    keep = mask.results[0] if mask.results else ""
+    # Along the queries, a second form of the mask makes registers spill.
+    mask = mask_text(
+        spec,
+        f"{block}_idx",
+        lambda exprs: _lower(exprs, spec, variant, block, frozenset()),
+        by_range=block == "q",
+    )
     if spec.score is None:
-        rows, tile = mask.statements
-        return Math(rows, tile, (), (), keep, "", "1.0", mask.helpers)
+        return Math(mask.general.row_lines, mask, (), (), "", "1.0", mask.helpers)
     found = derivatives_of(spec)
     slope = const(1.0) if found.score == ZERO else found.score
     reads = [(load, by) for load, by in found.loads if load.attr in wanted.data]
     reads = reads if block == "q" else []
     exprs = [spec.score, slope, *(x for load, by in reads for x in (by, _offset(load, wanted)))]
-    taken = [line.partition(" = ")[0] for part in mask.statements for line in part]
-    score = _lower(exprs, spec, variant, block, taken)
-    first, later = _split(score.statements[1], score.results[0])
+    score = _lower(exprs, spec, variant, block, mask.assigned)
+    # What the score doesn't need waits until there is a gradient.
+    first = needed(score.statements[1], score.results[:1])
+    later = tuple(line for line in score.statements[1] if line not in first)
     text, slope_text, *rest = score.results
     if not _reads_score(spec.score):
         text = f"tl.zeros_like(s) + ({text})"
@@ -201,13 +207,13 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
             zip(reads, rest[::2], rest[1::2], strict=True)
         )
     )
-    rows = (*mask.statements[0], *score.statements[0])
+    rows = (*mask.general.row_lines, *score.statements[0])
     helpers = mask.helpers | score.helpers
-    return Math(rows, mask.statements[1], first, later, keep, text, slope_text, helpers, terms)
+    return Math(rows, mask, first, later, text, slope_text, helpers, terms)
 
 
 def _lower(
-    exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: list[str]
+    exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: frozenset[str]
 ) -> Lowered:
     names = {**INDEX_NAMES, "score": "s"}
     moving = "kv_idx" if block == "q" else "q_idx"
@@ -218,23 +224,12 @@ def _lower(
         names=names,
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
-        taken=frozenset(taken) | taken_names(spec, variant) | frozenset(names.values()),
+        taken=taken | taken_names(spec, variant) | frozenset(names.values()),
     )
 
 
 def _reads_score(expr: Expr) -> bool:
     return bool(leaves(expr, "score"))
-
-
-def _split(lines: tuple[str, ...], result: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Statements that `result` needs, and the others: those wait until there is a gradient."""
-    needed = set(re.findall(r"\w+", result))
-    for line in reversed(lines):
-        name, _, value = line.partition(" = ")
-        if name in needed:
-            needed |= set(re.findall(r"\w+", value))
-    first = tuple(line for line in lines if line.partition(" = ")[0] in needed)
-    return first, tuple(line for line in lines if line not in first)
 
 
 def _how(name: str, wanted: Wanted) -> str:
@@ -280,7 +275,7 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
     prepare.append("padded_len: tl.int64")
     unspecialized = tuple(bare(a) for a in prepare if ":" in a)
     queries = _attention_kernel(
-        spec,
+        with_tables(spec),
         variant,
         ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
         ["dq"] * wanted.q,

@@ -113,7 +113,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
         environment()
         .get_template("hopper_forward.py.j2")
         .render(
-            header=header(spec, command),
+            header=header(spec, command, by_range=False),
             helpers=sorted(called),
             arguments=arguments,
             unspecialized=[bare(a) for a in arguments if not is_pointer(a) and ":" in a],

@@ -133,7 +133,7 @@ def plan_module(spec: Spec, variant: Variant) -> PlanModule:
         environment()
         .get_template(TEMPLATE)
         .render(
-            header=header(spec, ""),
+            header=header(spec, "", by_range=False),
             helpers=sorted(helpers.union(*(_side_helpers(s) for s in sides))),
             sides=sides,
             calls=[],

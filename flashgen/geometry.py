@@ -103,6 +103,14 @@ class Geometry:
         return frozenset(name for name, size in sizes.items() if size > 1)
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """What the host knows of lengths and of where the queries start."""
+        known = {"q_len": self.q_len, "kv_len": self.kv_len}
+        if self.kv_lens is None and isinstance(self.offset, int):
+            known["q_offset"] = self.offset
+        return known
+
+    @property
     def extents(self) -> dict[str, int | None]:
         """How many values each index takes."""
         return {

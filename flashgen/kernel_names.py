@@ -11,8 +11,8 @@ from .emit import identifiers
 from .expr import Expr, substitute
 from .spec import Bound, Spec
 
-# Kernels number what comes in parts: q0, acc1, dims_64, q_summary_0.
-_NUMBERED = re.compile(r".*\d|(q|kv)_summary_\d+_(min|max)")
+# Kernels number what comes in parts: q0, acc1, dims_64, q_summary_0, doc_range_0.
+_NUMBERED = re.compile(r".*\d|(q|kv)_summary_\d+_(min|max)|.*_(range|order)_\d+_(ptr|value)")
 
 
 def spell(bound: Bound) -> Bound:

@@ -16,6 +16,7 @@ from .dropout import Dropout
 from .errors import FlashgenError
 from .geometry import Geometry
 from .lower.widths import scalar_is_wide, size_name
+from .order import tables_of
 from .schedule import Schedule
 from .spec import Bound, Spec
 from .tiling import INTERPRETER, Target, Tiling, choose_for, target_of
@@ -127,7 +128,13 @@ def data_values(bound: Bound) -> dict[str, Any]:
         name: int(value) if isinstance(value, bool) else value
         for name, value in bound.scalars.items()
     }
-    for name, tensor in bound.tensors.items():
+    return values | tensor_values(bound.tensors)
+
+
+def tensor_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The kernel's arguments for tensors."""
+    values: dict[str, Any] = {}
+    for name, tensor in tensors.items():
         values[f"{name}_ptr"] = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
         for dim in range(tensor.ndim):
             values[size_name(name, dim)] = tensor.shape[dim]
@@ -196,6 +203,14 @@ def schedule_values(schedule: Schedule) -> dict[str, Any]:
     }
 
 
+def range_values(spec: Spec, schedule: Schedule) -> dict[str, Any]:
+    """The kernel's arguments for the ranges of data in order, which the schedule holds."""
+    tensors: dict[str, torch.Tensor] = {}
+    for table, ranges in zip(tables_of(spec.mask), schedule.ranges, strict=True):
+        tensors |= {table.range_name: ranges.range, table.order_name: ranges.order}
+    return tensor_values(tensors)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -222,7 +237,7 @@ def forward(
         q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
         softcap=softcap, sinks=sinks,
     )  # fmt: skip
-    values |= dropout_values(dropout)
+    values |= {**dropout_values(dropout), **range_values(bound.spec, schedule)}
     kernel, generated = _kernel(bound.spec, variant, key_parts())
     target = current_target(q.device)
     tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)

@@ -24,6 +24,7 @@ from .launch import (
     launch,
     multiprocessors,
     position_values,
+    range_values,
     row_blocks,
     schedule_values,
     variant_of,
@@ -306,6 +307,7 @@ class _Run:
             "scale_log2": LOG2E if changed else scale * LOG2E,
             "sequences_ptr": schedule.q_sequences,
             **position_values(geometry), **data_values(bound), **dropout_values(dropout),
+            **range_values(bound.spec, schedule),
         }  # fmt: skip
         given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
         for letter, tensor in (*given, ("o", saved.out)):

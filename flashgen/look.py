@@ -11,6 +11,7 @@ from .call import Call
 from .emit_backward import Wanted
 from .kernel_names import spell
 from .model import Cost
+from .order import Ordered, ordered
 from .schedule import Schedule
 from .show import explain_text
 from .spec import Spec
@@ -62,6 +63,17 @@ def _loop_of(generated: emit.Generated) -> str:
     return "\n".join([*shown, f"... {len(lines) - len(shown)} more lines"])
 
 
+def _order(cheaper: Ordered, schedule: Schedule) -> str:
+    """The form of the mask for data in order, and whether this data is. Waits for the device."""
+    lines = [str(cheaper)]
+    for table, ranges in zip(cheaper.tables, schedule.ranges, strict=True):
+        held = f"{int(ranges.order.sum())} of {ranges.order.numel()}"
+        lines.append(
+            f"{table.tensor}: {held} in order; the portable kernels compare with ranges there"
+        )
+    return "\n".join(lines)
+
+
 def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
     """Every stage of a call, from the spec to the kernel."""
     spec = call.bound.spec
@@ -78,6 +90,8 @@ def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
         ("cost", str(Cost.of(call, schedule))),
         ("backend", f"{choice}\n{tiling}"),
     ]
+    if cheaper := ordered(spec.mask):
+        sections.insert(2, ("data in order", _order(cheaper, schedule)))
     generated = _forward(call, choice)[0]
     sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
     return explain_text(sections)

@@ -12,6 +12,7 @@ from .emit_plan import PlanModule, plan_module
 from .geometry import Geometry
 from .kernel_names import spell
 from .launch import data_values, key_parts, launch, position_values, variant_of
+from .order import FAR, Ranges, lead, ranges_like
 from .schedule import Planner, Runs
 from .schedule.classify import grid_of
 from .schedule.runs import run_capacity
@@ -53,6 +54,42 @@ def compaction(packed: bool = False) -> emit.Generated:
 def _compaction(packed: bool, parts: tuple[str, ...]) -> Any:
     generated = compaction(packed)
     return cache.module(generated.name, generated.text, parts).compact
+
+
+@functools.cache
+def ranging() -> emit.Generated:
+    """The text of the kernel that finds ranges of equal elements."""
+    text = (
+        emit.environment().get_template("ranges.py.j2").render(header="# flashgen: data in order")
+    )
+    arguments = (
+        "x_ptr", "range_ptr", "order_ptr", "rows", "n", "row_stride", "stride", "steps"
+    )  # fmt: skip
+    return emit.Generated("ranges", emit.tidy(text), arguments)
+
+
+@functools.lru_cache(maxsize=8)
+def _ranging(parts: tuple[str, ...]) -> Any:
+    generated = ranging()
+    return cache.module(generated.name, generated.text, parts).find_ranges
+
+
+def find_ranges(tensor: torch.Tensor, dim: int) -> Ranges:
+    """`order.find_ranges` by a kernel."""
+    x = lead(tensor, dim)
+    shape, n = x.shape, x.shape[-1]
+    x = x.reshape(-1, n)
+    found = torch.empty((2, *shape), dtype=torch.int32, device=x.device)
+    order = torch.empty(shape[:-1], dtype=torch.int32, device=x.device)
+    values = {
+        "x_ptr": x, "range_ptr": found, "order_ptr": order, "rows": len(x), "n": n,
+        "row_stride": x.stride(0), "stride": x.stride(1), "steps": n.bit_length(),
+    }  # fmt: skip
+    constants = {"FAR": FAR, "BLOCK": 1024}
+    if x.numel():
+        programs = len(x) * (-(-n // 1024) + 1)
+        launch(_ranging(key_parts()), ranging().arguments, values, constants, _TILING, programs)
+    return ranges_like(tensor, dim, found, order)
 
 
 def plan(

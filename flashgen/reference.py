@@ -27,7 +27,10 @@ def dense_mask(
 ) -> torch.Tensor:
     """`Mask.dense`: the boolean matrix [B|1, H|1, Sq, Skv]."""
     call = f"{mask.name}.dense({q_len}, {kv_len}, ...)"
-    bound = Program(mask=mask).bind(data, call)
+    lengths = {"q_len": q_len, "kv_len": kv_len}
+    if not isinstance(q_offset, torch.Tensor):
+        lengths["q_offset"] = kv_len - q_len if q_offset is None else q_offset
+    bound = Program(mask=mask).bind(data, call, lengths=lengths)
     tensors = [*bound.tensors.values(), *([q_offset] if isinstance(q_offset, torch.Tensor) else [])]
     device = tensors[0].device if tensors else torch.device("cpu")
     offset = kv_len - q_len if q_offset is None else q_offset

@@ -9,12 +9,13 @@ import torch
 
 import flashgen as fg
 
+from .checks import counts_rows
 from .rows import row_of
 
 FULL, CAUSAL, INVERSE_CAUSAL, BOTH_CAUSAL = range(4)
 
 
-@fg.mask
+@fg.mask(check=counts_rows(first=(1, 1), last=(1, 1)))
 def slices(
     q_idx,
     kv_idx,
@@ -77,7 +78,14 @@ def from_slices(
     Raises FlashgenError for ranges or types that make no sense, and for overlap."""
     call = f"from_slices({_count(q_ranges)} slices)"
     q, k = _ranges("q_ranges", q_ranges, call), _ranges("k_ranges", k_ranges, call)
-    types = torch.as_tensor([FULL] * len(q) if mask_types is None else mask_types).cpu().long()
+    types = torch.as_tensor([FULL] * len(q) if mask_types is None else mask_types).cpu()
+    if types.numel() and (types.is_floating_point() or types.dtype == torch.bool):
+        raise fg.FlashgenError(
+            f"mask_types must be integers, and is {types.dtype}",
+            call=call,
+            write="Write 0 full, 1 causal, 2 inverse causal, 3 both.",
+        )
+    types = types.long()
     if not len(q) == len(k) == types.numel() or types.ndim != 1:
         raise fg.FlashgenError(
             f"there are {len(q)} q_ranges, {len(k)} k_ranges and {types.numel()} mask_types",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flashgen as fg
 
+from .checks import counts_rows
 from .rows import row_of
 
 
@@ -34,7 +35,7 @@ def causal(q_idx, kv_idx):
     return kv_idx <= q_idx
 
 
-@fg.mask
+@fg.mask(check=counts_rows())
 def bottom_right(q_idx, kv_idx, q_len, kv_len):
     """Causal, the last query aligned with the last key.
 
@@ -60,7 +61,7 @@ def bottom_right(q_idx, kv_idx, q_len, kv_len):
     return kv_idx <= row_of(q_idx, q_len, kv_len) + (kv_len - q_len)
 
 
-@fg.mask
+@fg.mask(check=counts_rows())
 def top_left(q_idx, kv_idx, q_len, kv_len):
     """Causal, the first query aligned with the first key, whatever the lengths.
 

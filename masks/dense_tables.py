@@ -8,10 +8,21 @@ import torch
 
 import flashgen as fg
 
+from .checks import check_rows
 from .rows import row_of
 
 
-@fg.mask
+def _check(table: Any, q_len: Any = None, kv_len: Any = None, q_offset: Any = None) -> None:
+    check_rows(q_len, kv_len, q_offset)
+    shape = tuple(getattr(table, "shape", ()))
+    if q_len is not None and len(shape) == 4 and shape[2:] != (q_len, kv_len):
+        raise ValueError(
+            f"the matrix is for Sq = {shape[2]} and Skv = {shape[3]}, and the call has "
+            f"Sq = {q_len} and Skv = {kv_len}; write a matrix [..., {q_len}, {kv_len}]"
+        )
+
+
+@fg.mask(check=_check)
 def dense_table(b, h, q_idx, kv_idx, q_len, kv_len, table: fg.Tensor):
     """A boolean matrix: row r, the query's row among those given, sees where the matrix is true.
 
@@ -43,7 +54,13 @@ def from_dense(matrix: torch.Tensor) -> Any:
 
     `matrix`: bool [Sq, Skv] for all batches and heads, or [B or 1, Hq or 1, Sq, Skv]. No copy is
     made. Raises FlashgenError for another dtype (an additive mask is a score function) or rank
-    (three dimensions could be batches or heads)."""
+    (three dimensions could be batches or heads); at the call, for other lengths."""
+    if not isinstance(matrix, torch.Tensor):
+        raise fg.FlashgenError(
+            f"the matrix is a {type(matrix).__name__}",
+            call="from_dense(...)",
+            write="Write torch.as_tensor(matrix).",
+        )
     call = f"from_dense({list(matrix.shape)} {matrix.dtype})"
     if matrix.dtype != torch.bool:
         raise fg.FlashgenError(

@@ -8,12 +8,21 @@ import torch
 
 import flashgen as fg
 
+from .checks import check_rows
 from .rows import row_of
 
 WIDTHS = {True: (1, 2), False: (2, 4)}
 
 
-def _check(columns: Any, causal: bool, vectors: int) -> None:
+def _check(
+    columns: Any,
+    causal: bool,
+    vectors: int,
+    by_row: bool = False,
+    q_len: Any = None,
+    kv_len: Any = None,
+    q_offset: Any = None,
+) -> None:
     check_width(causal, vectors)
     shape: tuple[int, ...] = tuple(getattr(columns, "shape", ()))
     if len(shape) != 4:
@@ -23,6 +32,13 @@ def _check(columns: Any, causal: bool, vectors: int) -> None:
             f"vectors is {vectors} and the last dimension of columns is {shape[3]}; "
             f"write vectors={shape[3]}"
         )
+    if by_row:
+        check_rows(q_len, kv_len, q_offset)
+        if kv_len is not None and shape[2] != kv_len:
+            raise ValueError(
+                f"columns has shape {list(shape)}, vectors of {shape[2]} keys, and there are "
+                f"{kv_len}; write [B, Hm, {kv_len}, C]"
+            )
 
 
 def check_width(causal: bool, vectors: int) -> None:

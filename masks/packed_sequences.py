@@ -6,7 +6,7 @@ from typing import Any
 
 import flashgen as fg
 
-from .checks import at_least
+from .checks import at_least, both, counts_rows
 from .rows import row_of
 
 
@@ -22,7 +22,7 @@ def _diagonal_key(row: Any, sequence: Any, q_start: Any, kv_start: Any, diagonal
     return row - q_start[s] + diagonal[s] + kv_start[s]
 
 
-@fg.mask
+@fg.mask(check=counts_rows(sequence=(0, 1)))
 def block_diagonal(
     q_idx,
     kv_idx,
@@ -60,7 +60,7 @@ def block_diagonal(
     return _inside(row_of(q_idx, q_len, kv_len), kv_idx, sequence, kv_start, kv_size)
 
 
-@fg.mask
+@fg.mask(check=counts_rows(sequence=(0, 1)))
 def block_diagonal_causal(
     q_idx,
     kv_idx,
@@ -99,7 +99,7 @@ def block_diagonal_causal(
     return _inside(row, kv_idx, sequence, kv_start, kv_size) & (kv_idx <= own)
 
 
-@fg.mask(check=at_least(window=0))
+@fg.mask(check=both(at_least(window=0), counts_rows(sequence=(0, 1))))
 def block_diagonal_window(
     q_idx,
     kv_idx,
@@ -140,7 +140,7 @@ def block_diagonal_window(
     return _inside(row, kv_idx, sequence, kv_start, kv_size) & near
 
 
-@fg.mask(check=at_least(left=0, right=0))
+@fg.mask(check=both(at_least(left=0, right=0), counts_rows(sequence=(0, 1))))
 def block_diagonal_local(
     q_idx,
     kv_idx,

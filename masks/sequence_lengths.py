@@ -53,8 +53,16 @@ def from_seqlens(
             call=call,
             write="Write one of each for every sequence.",
         )
-    if min([*q_size, *kv_size, *starts], default=0) < 0:
-        raise fg.FlashgenError("a length or a start is negative", call=call)
+    for number in (*q_size, *kv_size, *starts):
+        if not isinstance(number, int) or number < 0:
+            problem = (
+                "negative" if isinstance(number, (int, float)) and number < 0 else "no integer"
+            )
+            raise fg.FlashgenError(
+                f"a length or a start is {problem}: {number!r}",
+                call=call,
+                write="Write integers, 0 or more.",
+            )
     if isinstance(kv_start, int) and max(kv_size, default=0) > kv_start:
         raise fg.FlashgenError(
             f"a sequence has {max(kv_size)} keys, and padded ones lie {kv_start} apart",
@@ -87,9 +95,12 @@ def from_cu_seqlens(
     Raises FlashgenError for shapes or dtypes that aren't cumulative lengths."""
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
-        if cu.ndim != 1 or cu.numel() < 1 or cu.is_floating_point() or cu.dtype == torch.bool:
+        problem = _problem(cu)
+        if not problem and cu.device != cu_seqlens_q.device:
+            problem = f"is on {cu.device}, and cu_seqlens_q on {cu_seqlens_q.device}"
+        if problem:
             raise fg.FlashgenError(
-                f"{name} must be integers [sequences + 1], and is {list(cu.shape)} {cu.dtype}",
+                f"{name} must be integers [sequences + 1], and {problem}",
                 call="from_cu_seqlens(...)",
                 write="Write torch.tensor([0, *lengths]).cumsum(0).",
             )
@@ -101,8 +112,23 @@ def from_cu_seqlens(
             write="Write an empty sequence (a repeated number) where one is missing.",
         )
     rows = int(cu_seqlens_q[-1]) if total_q is None else total_q
+    if not isinstance(rows, int) or rows < 0:
+        raise fg.FlashgenError(
+            f"total_q is {rows!r}", call="from_cu_seqlens(...)", write="Write the number of rows."
+        )
     data = _data(cu_seqlens_q.long(), cu_kv[:-1].long(), cu_kv.long().diff(), rows, False)
     return _choose(data, causal, window)
+
+
+def _problem(cu: Any) -> str:
+    """What is wrong with cumulative lengths, as far as it costs no waiting; empty if nothing is."""
+    if not isinstance(cu, torch.Tensor):
+        return f"is a {type(cu).__name__}"
+    if cu.ndim != 1 or cu.numel() < 1 or cu.is_floating_point() or cu.dtype == torch.bool:
+        return f"is {list(cu.shape)} {cu.dtype}"
+    if cu.device.type == "cpu" and (int(cu[0]) != 0 or bool((cu.diff() < 0).any())):
+        return f"holds {_short(cu.tolist())}, which doesn't start at 0, or falls"
+    return ""
 
 
 def _short(value: Any) -> str:
@@ -129,6 +155,13 @@ def _data(
 
 
 def _choose(data: dict[str, torch.Tensor], causal: bool, window: Window) -> Any:
+    sides = window if isinstance(window, tuple) else (window,) * 2
+    if window is not None and not (len(sides) == 2 and all(type(x) is int for x in sides)):
+        raise fg.FlashgenError(
+            f"window is {window!r}",
+            call="from_seqlens(..., window=...)",
+            write="Write the number of keys, or (left, right).",
+        )
     if isinstance(window, int):
         return block_diagonal_window(**data, window=window)
     if window is not None:

@@ -50,7 +50,14 @@ def from_xformers(bias: Any) -> Any:
             call=call,
             write="Write masks.from_dense(matrix) for a boolean matrix, or the formula.",
         )
-    return SIMPLE[known](bias) if known in SIMPLE else _block_diagonal(bias, known)
+    try:
+        return SIMPLE[known](bias) if known in SIMPLE else _block_diagonal(bias, known)
+    except AttributeError as error:
+        raise fg.FlashgenError(
+            f"this {known} isn't like xFormers': {error}",
+            call=call,
+            write="Write masks.from_seqlens(q_seqlen, kv_seqlen, ...) with its lengths.",
+        ) from error
 
 
 def _block_diagonal(bias: Any, name: str) -> Any:

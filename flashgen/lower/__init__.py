@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .isolate import isolate
+from .isolate import fewest, isolate
 from .statements import Lowered, Stage, lower
 from .widths import Widths
 
-__all__ = ["Lowered", "Stage", "Widths", "isolate", "lower"]
+__all__ = ["Lowered", "Stage", "Widths", "fewest", "isolate", "lower"]

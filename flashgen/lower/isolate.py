@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..expr import Expr, const, index, leaves, make, substitute
+from ..bounds import side
+from ..expr import Expr, const, index, leaves, make, substitute, walk
 from ..geometry import MAX_POSITION
 
 # Beyond every position.
@@ -34,6 +35,18 @@ def isolate(mask: Expr, moving: str = "kv_idx") -> Expr:
     position = index(moving)
     simple = substitute(mask, functools.partial(_isolated, position))
     return substitute(simple, functools.partial(_joined, position))
+
+
+def fewest(mask: Expr, moving: str) -> Expr:
+    """The mask with one position alone in its comparisons: `moving`, unless the other one leaves
+    fewer of them to each pair: bounds of a key are found once for all queries of a tile."""
+    forms = [isolate(mask, name) for name in sorted(("kv_idx", "q_idx"), key=moving.__ne__)]
+    return min(forms, key=_pairwise)
+
+
+def _pairwise(mask: Expr) -> int:
+    """Comparisons that are made for each pair."""
+    return sum(n.op in ("lt", "le", "eq", "ne") and side(n) == "both" for n in walk(mask))
 
 
 def _isolated(moving: Expr, node: Expr) -> Expr | None:

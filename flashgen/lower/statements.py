@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..bounds import side
 from ..expr import Expr, walk
 from . import spell
 from .spell import ATOM, Text
@@ -132,8 +133,8 @@ class _Lowering:
 
     def _operands(self, node: Expr) -> list[Text]:
         """Arguments, widened where 32 bits are not enough for what the node does with them."""
-        if node.op in ("lt", "le", "eq", "ne") and (narrow := self._narrowed(node)):
-            return narrow
+        if node.op in ("lt", "le", "eq", "ne") and (texts := self._narrowed(node)):
+            return texts
         wide = self.widths.is_wide(node)
         texts = []
         for arg in node.args:
@@ -143,14 +144,14 @@ class _Lowering:
         return texts
 
     def _narrowed(self, node: Expr) -> list[Text] | None:
-        """A comparison of 32 bits with a wider value of an earlier stage, which is clamped there to
-        what the other side reaches, and one beyond: elements are compared in 32 bits."""
+        """A comparison of a 32-bit position with a wider bound, which is clamped for its row or key
+        to what the position reaches, and one beyond: pairs are compared in 32 bits."""
         wide = [self.widths.is_wide(arg) for arg in node.args]
         if node.args[0].kind != "int" or wide[0] == wide[1]:
             return None
         far, near = node.args if wide[0] else reversed(node.args)
         low, high = (end + step for end, step in zip(self.widths.range(near), (-1, 1), strict=True))
-        if self.stage_of(far) >= self.stage_of(node) or not inside((low, high)):
+        if "both" in (side(far), side(near)) or not inside((low, high)):
             return None
         clamped = f"tl.minimum(tl.maximum({self._text(far)[0]}, {low}), {high}).to(tl.int32)"
         name = self._bind(self.stage_of(far), f"{self._hint(far)}_near", clamped)

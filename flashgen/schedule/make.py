@@ -9,6 +9,7 @@ import torch
 from ..errors import FlashgenError
 from ..expr import Env, evaluate
 from ..geometry import Geometry
+from ..order import tables_of
 from ..spec import Bound
 from ..storage import Packing
 from .classify import Planner, classify
@@ -23,14 +24,13 @@ def make_schedule(
         raise FlashgenError(
             f"there is no planner {planner!r}", call=call, write="auto, bounds or exact"
         )
-    runs = None
+    spec, runs = bound.spec, None
     if geometry.device.type == "cpu":
         states = classify(bound, geometry, block, planner)
     else:
         from ..plan import plan
 
         states, runs = plan(bound, geometry, block, planner)
-    spec = bound.spec
     return Schedule(
         states,
         block,
@@ -45,6 +45,7 @@ def make_schedule(
         runs,
         geometry.group if spec.uses("h_kv") else None,
         geometry.packing,
+        tuple((bound.tensors[table.tensor], table.dim) for table in tables_of(spec.mask)),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..order import Ranges, find_ranges
 from ..storage import Packing
 from .classify import FULL, PARTIAL
 from .runs import MOST_RUNS, Runs, compact
@@ -38,6 +39,8 @@ class Schedule:
     # Query heads that share one of keys, where the mask tells heads of keys apart.
     group: int | None = None
     packing: Packing | None = None
+    # The mask's data whose ranges kernels may ask for, and along which dimension.
+    _sources: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +121,16 @@ class Schedule:
         ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
         return compact(columns, ragged, by_key=True)
 
+    @cached_property
+    def ranges(self) -> tuple[Ranges, ...]:
+        """Where equal elements of the mask's data lie, for each of `order.tables_of(mask)`: found
+        when a kernel that has a form for data in order first asks."""
+        if self.device.type == "cpu":
+            return tuple(find_ranges(tensor, dim) for tensor, dim in self._sources)
+        from ..plan import find_ranges as find_on_device
+
+        return tuple(find_on_device(tensor, dim) for tensor, dim in self._sources)
+
     @property
     def _ragged(self) -> torch.Tensor | None:
         """Key tiles that stick out of the keys' length."""
@@ -173,10 +186,11 @@ class Schedule:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the states, and the runs made so far."""
+        """Bytes held: the states, and the runs and ranges of data made so far."""
         runs = (self.__dict__.get("kv_runs", self._kv_runs), self.__dict__.get("q_runs"))
         made: list[Runs] = [r for r in runs if r is not None]
-        return self.states.numel() + sum(r.nbytes for r in made)
+        ranges: tuple[Ranges, ...] = self.__dict__.get("ranges", ())
+        return self.states.numel() + sum(x.nbytes for x in made) + sum(x.nbytes for x in ranges)
 
     def _repr_svg_(self) -> str:
         from ..show import schedule_svg

@@ -112,15 +112,20 @@ class Leaf:
         return self._traces[key]
 
     @functools.cached_property
-    def _checked(self) -> tuple[str, ...]:
-        """The function's own names of what the mask's check asks for."""
-        return () if self.check is None else tuple(inspect.signature(self.check).parameters)
+    def _checked(self) -> dict[str, bool]:
+        """The function's own names of what the mask's check asks for, and whether it must know."""
+        if self.check is None:
+            return {}
+        asked = inspect.signature(self.check).parameters.values()
+        return {p.name: p.default is inspect.Parameter.empty for p in asked}
 
     def run_check(self, values: Mapping[str, Any], call: object) -> None:
-        """Run the mask's own check, on values by the function's own names, once all that it asks
-        for is known. Raises FlashgenError."""
-        wanted = self._checked
-        if self.check is None or not all(name in values for name in wanted):
+        """Run the mask's own check, on values by the function's own names, once all that it must
+        know is known: data and scalars, and of a call `q_len`, `kv_len` and `q_offset`.
+
+        Raises FlashgenError."""
+        wanted = [name for name in self._checked if name in values]
+        if self.check is None or any(self._checked[n] and n not in values for n in self._checked):
             return
         try:
             self.check(**{name: values[name] for name in wanted})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,12 +61,17 @@ class Program:
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
 
     def bind(
-        self, data: Mapping[str, Any], call: object, spread: frozenset[str] = frozenset()
+        self,
+        data: Mapping[str, Any],
+        call: object,
+        spread: frozenset[str] = frozenset(),
+        lengths: Mapping[str, int] = MappingProxyType({}),
     ) -> Bound:
         """Check names and kinds of a call's data, and trace. Raises FlashgenError.
 
         `spread`: which of b, h and h_kv take several values; a dimension of size 1 stands for all
-        of them, and a schedule need not tell them apart."""
+        of them, and a schedule need not tell them apart. `lengths`: what masks' own checks may ask
+        for of a call, `q_len`, `kv_len` and `q_offset`."""
         self._check_given(data, call)
         names, values = _assign_names(self.leaves, data)
         arguments = {
@@ -75,7 +81,7 @@ class Program:
         }
         values = {n: _value(arguments[n], v, call) for n, v in values.items()}
         for leaf, mine in zip(self.leaves, names, strict=True):
-            leaf.run_check({own: values[name] for own, name in mine.items()}, call)
+            leaf.run_check({**lengths, **{own: values[name] for own, name in mine.items()}}, call)
         types = {n: _type(arguments[n], v, spread) for n, v in values.items()}
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
         spec, captured = self._traced(names, types, dtypes, call)

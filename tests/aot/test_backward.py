@@ -12,6 +12,7 @@ from flashgen import aot, cache, launch, masks
 from flashgen.emit import Variant
 from flashgen.emit_backward import Wanted
 from flashgen.launch_backward import generate, tilings
+from flashgen.order import with_tables
 from flashgen.spec import Spec
 from flashgen.tiling import target_of
 
@@ -44,7 +45,7 @@ def compile_backward(
     variant = variant or Variant(head_dim, head_dim)
     made = generate(spec, variant, wanted)
     module = cache.module(made.name, made.text, launch.key_parts())
-    dtypes = POINTERS | {f"{t.name}_ptr": t.dtype for t in spec.tensors}
+    dtypes = POINTERS | {f"{t.name}_ptr": t.dtype for t in with_tables(spec).tensors}
     added = torch.int64 if wanted.exact else torch.float32
     dtypes |= {
         f"grad_{n}_ptr": torch.bfloat16 if n in wanted.stored else added for n in wanted.data

@@ -8,6 +8,9 @@
 #   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
 #       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
 #       min[kv](doc[b, kv_idx])))
+# data in order
+#   where equal doc lie together: (kv_idx <= q_idx) & ((doc_range_0[0, b, q_idx] <= kv_idx) &
+#       (kv_idx < doc_range_0[1, b, q_idx]))
 
 import triton
 import triton.language as tl
@@ -107,9 +110,11 @@ def select_rows(
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
         "group", "q_len", "kv_len", "q_offset", "scale_log2", "doc_size_0", "doc_stride_0",
-        "doc_size_1", "doc_stride_1"
+        "doc_size_1", "doc_stride_1", "doc_range_0_size_0", "doc_range_0_stride_0",
+        "doc_range_0_size_1", "doc_range_0_stride_1", "doc_range_0_size_2",
+        "doc_range_0_stride_2", "doc_order_0_size_0", "doc_order_0_stride_0"
     ],
-    do_not_specialize_on_alignment=["doc_ptr"],
+    do_not_specialize_on_alignment=["doc_ptr", "doc_range_0_ptr", "doc_order_0_ptr"],
 )
 def attention_forward(
     q_ptr,
@@ -147,6 +152,16 @@ def attention_forward(
     doc_stride_0: tl.int64,
     doc_size_1: tl.int32,
     doc_stride_1: tl.int64,
+    doc_range_0_ptr,
+    doc_range_0_size_0: tl.int32,
+    doc_range_0_stride_0: tl.int64,
+    doc_range_0_size_1: tl.int32,
+    doc_range_0_stride_1: tl.int64,
+    doc_range_0_size_2: tl.int32,
+    doc_range_0_stride_2: tl.int64,
+    doc_order_0_ptr,
+    doc_order_0_size_0: tl.int32,
+    doc_order_0_stride_0: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -199,6 +214,20 @@ def attention_forward(
     doc_q = tl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
     doc_row = doc_ptr + b * doc_stride_0
 
+    doc_range_0_q_at = tl.minimum(1, doc_range_0_size_0 - 1)
+    doc_range_0_q_at_2 = tl.minimum(tl.maximum(q_idx, 0), doc_range_0_size_2 - 1)
+    doc_range_0_q = tl.load(
+        doc_range_0_ptr
+        + doc_range_0_q_at * doc_range_0_stride_0
+        + b * doc_range_0_stride_1
+        + doc_range_0_q_at_2 * doc_range_0_stride_2
+    )
+    q_minimum = tl.minimum(q_idx + 1, doc_range_0_q)
+    doc_range_0_q_2 = tl.load(
+        doc_range_0_ptr + b * doc_range_0_stride_1 + doc_range_0_q_at_2 * doc_range_0_stride_2
+    )
+    doc_order_0_value = tl.load(doc_order_0_ptr + b * doc_order_0_stride_0)
+
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 128], FLOAT)
@@ -211,13 +240,48 @@ def attention_forward(
     ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
     ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
 
+    # Tiles that the mask cuts, by ranges where the data is in order.
+    range_tiles = tl.where(doc_order_0_value != 0, masked_tiles, 0)
+    runs = masked_runs
+    tile = tl.load(runs) * (TILE_N // BLOCK_N)
+    end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
+    next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+    next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+    for _ in range(range_tiles):
+        first_key = tile * BLOCK_N
+        k_tile = k_ptr + first_key * stride_ks
+        v_tile = v_ptr + first_key * stride_vs
+        k0 = tl.load(k_tile + (k_rows + dims_128))
+        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
+        kv_idx = first_key + columns[None, :]
+        keep = (kv_idx < q_minimum) & (doc_range_0_q_2 <= kv_idx)
+        s = tl.where(keep, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        v0 = tl.load(v_tile + (v_rows + dims_128))
+        acc0 *= alpha[:, None]
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
+
+        tile += 1
+        is_last = tile == end
+        tile = tl.where(is_last, next_tile, tile)
+        end = tl.where(is_last, next_end, end)
+        runs += tl.where(is_last, 2, 0)
+        next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+
     # Tiles that the mask cuts.
     runs = masked_runs
     tile = tl.load(runs) * (TILE_N // BLOCK_N)
     end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
     next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
     next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
-    for _ in range(masked_tiles):
+    for _ in range(masked_tiles - range_tiles):
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs

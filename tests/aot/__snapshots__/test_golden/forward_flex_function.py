@@ -9,6 +9,9 @@
 #   must attend  (min[q](documents[b, q_idx]) == max[q](documents[b, q_idx])) &
 #       (min[kv](documents[b, kv_idx]) == max[kv](documents[b, kv_idx])) & (min[q](documents[b,
 #       q_idx]) == min[kv](documents[b, kv_idx])) & (max[kv](kv_idx) <= min[q](q_idx))
+# data in order
+#   where equal documents lie together: (documents_range_0[0, b, q_idx] <= kv_idx) & (kv_idx <
+#       documents_range_0[1, b, q_idx]) & (kv_idx <= q_idx)
 
 import triton
 import triton.language as tl
@@ -110,9 +113,14 @@ def select_rows(
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
         "group", "q_len", "kv_len", "q_offset", "scale_log2", "documents_size_0",
-        "documents_stride_0", "documents_size_1", "documents_stride_1"
+        "documents_stride_0", "documents_size_1", "documents_stride_1",
+        "documents_range_0_size_0", "documents_range_0_stride_0", "documents_range_0_size_1",
+        "documents_range_0_stride_1", "documents_range_0_size_2", "documents_range_0_stride_2",
+        "documents_order_0_size_0", "documents_order_0_stride_0"
     ],
-    do_not_specialize_on_alignment=["documents_ptr"],
+    do_not_specialize_on_alignment=[
+        "documents_ptr", "documents_range_0_ptr", "documents_order_0_ptr"
+    ],
 )
 def attention_forward(
     q_ptr,
@@ -150,6 +158,16 @@ def attention_forward(
     documents_stride_0: tl.int64,
     documents_size_1: tl.int32,
     documents_stride_1: tl.int64,
+    documents_range_0_ptr,
+    documents_range_0_size_0: tl.int32,
+    documents_range_0_stride_0: tl.int64,
+    documents_range_0_size_1: tl.int32,
+    documents_range_0_stride_1: tl.int64,
+    documents_range_0_size_2: tl.int32,
+    documents_range_0_stride_2: tl.int64,
+    documents_order_0_ptr,
+    documents_order_0_size_0: tl.int32,
+    documents_order_0_stride_0: tl.int64,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -204,6 +222,22 @@ def attention_forward(
     )
     documents_row = documents_ptr + b * documents_stride_0
 
+    documents_range_0_q_at = tl.minimum(1, documents_range_0_size_0 - 1)
+    documents_range_0_q_at_2 = tl.minimum(tl.maximum(q_idx, 0), documents_range_0_size_2 - 1)
+    documents_range_0_q = tl.load(
+        documents_range_0_ptr
+        + documents_range_0_q_at * documents_range_0_stride_0
+        + b * documents_range_0_stride_1
+        + documents_range_0_q_at_2 * documents_range_0_stride_2
+    )
+    q_minimum = tl.minimum(documents_range_0_q, q_idx + 1)
+    documents_range_0_q_2 = tl.load(
+        documents_range_0_ptr
+        + b * documents_range_0_stride_1
+        + documents_range_0_q_at_2 * documents_range_0_stride_2
+    )
+    documents_order_0_value = tl.load(documents_order_0_ptr + b * documents_order_0_stride_0)
+
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
     acc0 = tl.zeros([BLOCK_M, 64], FLOAT)
@@ -216,13 +250,48 @@ def attention_forward(
     ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
     ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
 
+    # Tiles that the mask cuts, by ranges where the data is in order.
+    range_tiles = tl.where(documents_order_0_value != 0, masked_tiles, 0)
+    runs = masked_runs
+    tile = tl.load(runs) * (TILE_N // BLOCK_N)
+    end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
+    next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+    next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+    for _ in range(range_tiles):
+        first_key = tile * BLOCK_N
+        k_tile = k_ptr + first_key * stride_ks
+        v_tile = v_ptr + first_key * stride_vs
+        k0 = tl.load(k_tile + (k_rows + dims_64))
+        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
+        kv_idx = first_key + columns[None, :]
+        keep = (kv_idx < q_minimum) & (documents_range_0_q_2 <= kv_idx)
+        s = tl.where(keep, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+        v0 = tl.load(v_tile + (v_rows + dims_64))
+        acc0 *= alpha[:, None]
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
+
+        tile += 1
+        is_last = tile == end
+        tile = tl.where(is_last, next_tile, tile)
+        end = tl.where(is_last, next_end, end)
+        runs += tl.where(is_last, 2, 0)
+        next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
+
     # Tiles that the mask cuts.
     runs = masked_runs
     tile = tl.load(runs) * (TILE_N // BLOCK_N)
     end = tl.load(runs + 1) * (TILE_N // BLOCK_N)
     next_tile = tl.load(runs + 2) * (TILE_N // BLOCK_N)
     next_end = tl.load(runs + 3) * (TILE_N // BLOCK_N)
-    for _ in range(masked_tiles):
+    for _ in range(masked_tiles - range_tiles):
         first_key = tile * BLOCK_N
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
