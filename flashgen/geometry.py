@@ -104,7 +104,9 @@ class Geometry:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """What the host knows of lengths and of where the queries start."""
+        """What the host knows of lengths and of where the queries start, in dense tensors."""
+        if not self.is_dense:
+            return {}
         known = {"q_len": self.q_len, "kv_len": self.kv_len}
         if self.kv_lens is None and isinstance(self.offset, int):
             known["q_offset"] = self.offset
