@@ -1,10 +1,14 @@
-"""Beside FlexAttention (Triton) on a GPU: forward over ten masks, and what planning costs."""
+"""Beside FlexAttention (Triton) on a GPU over ten masks; on two of them beside cuDNN and FA3."""
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -12,11 +16,14 @@ import torch
 from .. import api
 from ..errors import FlashgenError
 from .measure import Times, check_equal
+from .peers import dense_peers
 from .table import Row, rows_of
 
 LENGTH, BATCH = 8192, 4
 SHAPES = ((128, 16), (64, 32))
 WINDOW, GLOBALS = 1024, 256
+# Head dimension, query heads, and the name of a mask.
+Work = tuple[int, int, str]
 
 
 def title() -> str:
@@ -62,20 +69,53 @@ def masks(length: int, device: torch.device) -> dict[str, Any]:
 
 
 def run(rounds: int) -> list[Row]:
-    """Forward and backward times. Raises AssertionError where results differ."""
+    """Forward and backward times, each row shown when it is there.
+
+    Raises AssertionError where results differ."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
-    rows = []
-    device = torch.device("cuda", torch.cuda.current_device())
-    for head_dim, heads in SHAPES:
-        shape = (BATCH, heads, LENGTH, head_dim)
-        tensors = [
-            torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(3)
-        ]
-        for name, mask in masks(LENGTH, device).items():
-            rows += rows_of(f"D={head_dim} {name}", _compare(mask, tensors, rounds))
+    names = masks(16, torch.device("cpu"))
+    work = [(head_dim, heads, name) for head_dim, heads in SHAPES for name in names]
+    compile_ahead(work)
+    rows: list[Row] = []
+    for head_dim, heads, name in work:
+        times = _measure(head_dim, heads, name, rounds)
+        for row in rows_of(f"D={head_dim} {name}", times):
+            backward = "" if row.backward_ms is None else f"{row.backward_ms:8.3f}"
+            line = f"{row.work:24} {row.backend:16} {row.forward_ms:8.3f} {backward}"
+            print(line.rstrip(), file=sys.stderr, flush=True)
+            rows.append(row)
     return rows
+
+
+def compile_ahead(work: list[Work]) -> None:
+    """Fill the caches on disk in parallel processes: compiling takes longer than measuring.
+
+    What fails here fails again when it is measured, and is reported then."""
+    count = min(12, os.cpu_count() or 1, len(work))
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        for done in [pool.submit(_run_once, *item) for item in work]:
+            done.exception()
+
+
+def _run_once(head_dim: int, heads: int, name: str) -> None:
+    tensors = _tensors(head_dim, heads)
+    for attend in _sides(name, tensors).values():
+        attend(*tensors).sum().backward()
+
+
+def _tensors(head_dim: int, heads: int) -> list[torch.Tensor]:
+    shape = (BATCH, heads, LENGTH, head_dim)
+    return [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+
+
+def _sides(name: str, tensors: list[torch.Tensor]) -> dict[str, Callable[..., Any]]:
+    """FlexAttention and flashgen, with the same mask."""
+    mask = masks(LENGTH, tensors[0].device)[name]
+    return {"FlexAttention": flex_attention(mask, tensors), "flashgen": flashgen(mask, tensors)}
 
 
 def summary(rows: list[Row]) -> str:
@@ -86,22 +126,28 @@ def summary(rows: list[Row]) -> str:
     )
 
 
-def _compare(mask: Any, tensors: list[torch.Tensor], rounds: int) -> dict[str, Times]:
-    """Medians of interleaved rounds, after outputs and gradients were found to agree."""
-    sides = {"FlexAttention": flex_attention(mask, tensors), "flashgen": flashgen(mask, tensors)}
+def _measure(head_dim: int, heads: int, name: str, rounds: int) -> dict[str, Times]:
+    """Medians of interleaved rounds, after outputs and gradients were found to agree; and the
+    forward of what else computes it."""
+    tensors = _tensors(head_dim, heads)
+    sides = _sides(name, tensors)
     grad = torch.randn_like(tensors[0])
     check_equal({n: partial(f, *tensors) for n, f in sides.items()}, tensors, grad, 4e-2)
     forward: dict[str, list[float]] = {name: [] for name in sides}
     backward: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
-        for name, attend in sides.items():
-            forward[name].append(milliseconds(partial(attend, *tensors)))
+        for side, attend in sides.items():
+            forward[side].append(milliseconds(partial(attend, *tensors)))
             again = partial(torch.autograd.grad, attend(*tensors), tensors, grad, retain_graph=True)
-            backward[name].append(milliseconds(again))
-    return {
-        name: Times(statistics.median(forward[name]), statistics.median(backward[name]))
-        for name in sides
+            backward[side].append(milliseconds(again))
+    times = {
+        side: Times(statistics.median(forward[side]), statistics.median(backward[side]))
+        for side in sides
     }
+    if name in ("full", "causal"):
+        peers = dense_peers(name == "causal", tensors)
+        times |= {peer: Times(milliseconds(attend)) for peer, attend in peers.items()}
+    return times
 
 
 def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
