@@ -349,7 +349,8 @@ class _Run:
         values |= {"batch": geometry.batch, "members": geometry.group // parts}
         results = []
         for name, grad in (("k", grads.k), ("v", grads.v)):
-            if grad is not None:
+            # Zeros that are wanted where the score is ignored: no kernel writes them.
+            if grad is not None and f"grad_{name}_ptr" in self.made.keys:
                 result = grad if geometry.group == 1 else self._partial(grad, parts)
                 values |= {f"grad_{name}_ptr": result, **_strides(f"d{name}", result)}
                 results.append((grad, result))

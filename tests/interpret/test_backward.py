@@ -419,14 +419,17 @@ def test_learned_data_read_through_an_index_tensor() -> None:
           {"bias": torch.randn(8)}, bucket=bucket)  # fmt: skip
 
 
-def test_a_score_function_that_ignores_the_score() -> None:
+@pytest.mark.usefixtures("nan_filled_empty")
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_score_function_that_ignores_the_score(heads: int) -> None:
     @fg.attention(mask=masks.causal)
     def fixed(score, q_idx, kv_idx, bias: fg.Tensor):
         return bias[q_idx, kv_idx]
 
     q, k, _, _ = check(
-        fixed, Problem(), causal(N, N), lambda s, bias: bias + 0 * s, {"bias": torch.randn(N, N)}
-    )
+        fixed, Problem(heads=heads), causal(N, N), lambda s, bias: bias + 0 * s,
+        {"bias": torch.randn(N, N)},
+    )  # fmt: skip
     assert (q == 0).all()
     assert (k == 0).all()
 
