@@ -15,10 +15,12 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen import masks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+TRAINING = ("gpt", "dpo", "encoder", "prefix_lm")
 
 
 @pytest.fixture
@@ -32,7 +34,37 @@ def load(monkeypatch: pytest.MonkeyPatch):
 
 def test_each_example_is_run_here():
     programs = {name for name in NAMES if "__main__" in (EXAMPLES / f"{name}.py").read_text()}
-    assert programs == {"causal_documents", "first_mask", "flex_functions", "share_schedule"}
+    training = {f"train_{what}" for what in TRAINING}
+    assert programs - training == {
+        "causal_documents", "first_mask", "flex_functions", "share_schedule"
+    }  # fmt: skip
+    assert training <= programs
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_training_agrees_with_dense_attention(what: str, load, capsys: pytest.CaptureFixture[str]):
+    runs = load(f"train_{what}").main(["--device", "cpu", "--steps", "3"])
+    ours, theirs = runs["flashgen"].losses, runs["SDPA"].losses
+    assert len(ours) == 3
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert len(set(ours)) == 3, "the weights never changed"
+    assert re.search(r"^flashgen [\d,]+ tokens/s, SDPA [\d,]+ tokens/s$",
+                     capsys.readouterr().out, re.MULTILINE)  # fmt: skip
+
+
+def test_two_answers_in_one_row_are_two_rows(load):
+    """What `train_dpo` computes at once is what the question with each answer gives."""
+    dpo, small = load("train_dpo"), load("small_transformer")
+    sizes = small.Sizes.parse(None, ["--device", "cpu"])
+    batch = next(dpo.batches(sizes))
+    model = small.Transformer(sizes)
+    together = model(batch, small.Shared(dpo.attend, batch.data))
+    causal = fg.Attention(masks.causal)
+    for number in (1, 2):
+        seen = (batch.data["answer"][0] == 0) | (batch.data["answer"][0] == number)
+        own = (batch.tokens[:, seen], batch.positions[:, seen], batch.targets[:, seen])
+        alone = model(small.Batch(*own, {}, batch.mask), causal)
+        torch.testing.assert_close(together[:, seen], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_causal_documents(load, capfd: pytest.CaptureFixture[str]):
