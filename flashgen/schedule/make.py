@@ -54,9 +54,15 @@ def has_long_rows(bound: Bound, geometry: Geometry) -> bool:
     spec = bound.spec
     if spec.mask is None:
         return True
-    if spec.mask_tensors or isinstance(geometry.offset, torch.Tensor):
+    if spec.mask_tensors or isinstance(geometry.q_offset, torch.Tensor):
         return False
-    last = geometry.q_len - 1 + geometry.offset
+    if not geometry.is_dense and geometry.q_offset is None:
+        # The last query of the longest sequence stands at its last key.
+        last = geometry.kv_len - 1
+    elif geometry.kv_lens is not None and geometry.q_offset is None:
+        return False
+    else:
+        last = geometry.q_len - 1 + int(geometry.offset)
     values = {"q_idx": last, "q_len": geometry.q_len, "kv_len": geometry.kv_len}
     names = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
     index = {name: torch.tensor(values.get(name, 0)) for name in names}
