@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .functions import where as where
     from .spec import MLA as MLA
     from .spec import mask as mask
+    from .states import merge as merge
+    from .states import shared_prefix_attention as shared_prefix_attention
     from .trace import Const as Const
     from .trace import Tensor as Tensor
 
@@ -42,6 +44,7 @@ _HOME = {
     **dict.fromkeys(("Attention", "attention"), "api"),
     **dict.fromkeys(("MLA", "mask"), "spec"),
     **dict.fromkeys(("Const", "Tensor"), "trace"),
+    **dict.fromkeys(("merge", "shared_prefix_attention"), "states"),
     **dict.fromkeys(
         "abs ceil cos erf exp exp2 floor isnan log log2 maximum minimum rsqrt sigmoid sin sqrt "
         "tanh where".split(),

@@ -1,4 +1,4 @@
-"""Packed and paged tensors on a GPU: right in every dtype, planned there, without waiting for it."""
+"""Packed and paged tensors on a GPU: right in every dtype, planned without waiting for it."""
 
 from __future__ import annotations
 
