@@ -111,10 +111,7 @@ def test_packed_states() -> None:
 BAD: dict[str, tuple[Any, list[str]]] = {
     "an LSE missing": (lambda o, x: fg.merge(o, x, o), ["2 outputs and 1 LSEs"]),
     "nothing": (lambda o, x: fg.merge(), ["0 outputs"]),
-    "different shapes": (
-        lambda o, x: fg.merge(o, x, o[:, :, 1:], x[:, :, 1:]),
-        ["outputs' shapes"],
-    ),
+    "different shapes": (lambda o, x: fg.merge(o, x, o[:, :, 1:], x), ["outputs' shapes"]),
     "the other way round": (lambda o, x: fg.merge(x, o), ["LSEs' shapes"]),
     "an LSE of another shape": (lambda o, x: fg.merge(o, x[..., None]), ["LSEs' shapes"]),
     "no tensors": (lambda o, x: fg.merge(o, 1.0), ["pair of tensors"]),
