@@ -213,7 +213,8 @@ def _placeholders(
     """Arguments of the right kinds: nothing runs, so values don't matter.
 
     Pointers are of `dtype`, but for the data's, the schedule's and `others`."""
-    dtypes = dict.fromkeys(("counts", "masked_runs", "full_runs", "kv_lens_ptr"), torch.int32)
+    lists = ("counts", "masked_runs", "full_runs", "runs", "kv_lens_ptr")
+    dtypes = dict.fromkeys(lists, torch.int32)
     dtypes |= {
         "q_offset_ptr": torch.int32,
         "lse_ptr": torch.float32,

@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
-from . import backends, launch, launch_hopper, ops
+from . import backends, launch, launch_decode, launch_hopper, ops
 from .call import Call, CallText, check
 from .check_storage import PageLayout, Storage
 from .config import config
+from .decoding import choose_kernel
 from .errors import FlashgenError
+from .kernel_names import spell
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
 from .tiling import choose
+from .tiling_decode import LATENT_TILE, MOST_QUERIES
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
-_LATER = {"batch_invariant": "batch-invariant decoding"}
 # Schedules kept of masks that read no data: they depend on lengths and scalars only.
 _KEPT = 16
 
@@ -56,11 +58,11 @@ class Attention:
                 call=f"fg.Attention(softcap={softcap!r})",
                 write="a positive number, or None for no cap",
             )
-        if heads is not None:
+        if heads is not None and not isinstance(heads, MLA):
             raise FlashgenError(
-                "latent heads aren't part of this version",
+                f"heads is {heads!r}",
                 call=f"fg.Attention(heads={heads!r})",
-                write="expanded keys and values, whose head count follows from the shapes",
+                write="fg.MLA(rank=512, rope=64), or nothing: other head counts are in the shapes",
             )
         self._program = Program(
             None if mask is None else as_mask(mask),
@@ -107,6 +109,7 @@ class Attention:
         page_layout: PageLayout | None = None,
         dropout_p: float = 0.0,
         seed: int | None = None,
+        batch_invariant: bool = False,
         **data: Any,
     ) -> Any:
         """Attend.
@@ -114,8 +117,9 @@ class Attention:
         Args:
             q, k, v: [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; float16, bfloat16 or
                 float32 (float64 on the CPU), any strides; Hq a multiple of Hkv; D, Dv up to 256.
-                Packed and paged: see below.
-            scale: factor of q·k, D^-0.5 by default.
+                With `heads=fg.MLA(rank, rope)`: q [B, Hq, Sq, rank + rope] and, as k, the latent
+                rows [B, 1, Skv, rank + rope]; no v. Packed and paged: see below.
+            scale: factor of q·k, D^-0.5 by default; latent heads have no default.
             q_offset: position of the first query: an int, or an integer tensor of shape [], [1]
                 or [B]; by default the queries are the last positions.
             return_lse: also return the natural-log LSE [B, Hq, Sq].
@@ -135,6 +139,7 @@ class Attention:
                 1 / (1 - dropout_p). The LSE is that of all weights.
             seed: an int that says which weights are dropped: the same ones forward and backward,
                 on every backend. Required where dropout_p isn't 0.
+            batch_invariant: a sequence's bits don't depend on what it is batched with.
             **data: what the mask and the score function ask for, by name.
 
         Returns out [B, Hq, Sq, Dv], or (out, lse). A query without a key gets 0 and -inf.
@@ -154,15 +159,21 @@ class Attention:
             dropout_p=dropout_p, seed=seed,
         )  # fmt: skip
         choice = _choose(backend, call, schedule)
+        kernel = choose_kernel(call, choice.name, asked=backend, invariant=batch_invariant)
         if config.debug:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
-        if schedule is None:
-            schedule = self._planned(call, _block_size(call, choice), "auto")
-        else:
+        if schedule is not None:
             check_fits(schedule, call.bound, call.geometry, call.text)
-        out, lse = _run(choice.name, call, schedule, bool(deterministic))
+        elif not kernel.decodes or call.bound.spec.mask is not None:
+            # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
+            schedule = self._planned(call, _block_size(call, choice, batch_invariant), "auto")
+        if kernel.decodes:
+            out, lse = _decode(call, schedule, batch_invariant)
+        else:
+            assert schedule is not None
+            out, lse = _run(choice.name, call, schedule, bool(deterministic))
         if call.geometry.packing is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
         return (out, lse) if return_lse else out
@@ -193,8 +204,8 @@ class Attention:
             data = {name: value for name, value in data.items() if name not in score_only}
         text = self._text(q, k, v, q_offset=q_offset, **storage.given(), **data)
         call = check(
-            *(program, text, q, k, k if v is None else v),
-            scale=None,
+            *(program, text, q, k, k if v is None and program.heads is None else v),
+            scale=None if program.heads is None else 1.0,
             sinks=None,
             q_offset=q_offset,
             storage=storage,
@@ -206,24 +217,32 @@ class Attention:
             block = check_block_size(block_size, call.text)
         return self._planned(call, block, planner)
 
-    def source(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
+    def source(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
+    ) -> str:
         """The generated kernels of a call as text, each with the path of its file."""
         from .look import source
 
         backend = arguments.pop("backend", "auto")
+        invariant = bool(arguments.pop("batch_invariant", False))
         call = self._check_look(q, k, v, arguments)
-        return source(call, _choose(backend, call))
+        kernel = choose_kernel(call, "portable", asked=backend, invariant=invariant)
+        return source(call, _choose(backend, call), kernel)
 
-    def explain(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> str:
+    def explain(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
+    ) -> str:
         """Every stage of a call, in words and a picture."""
         from .look import explain
 
         backend = arguments.pop("backend", "auto")
         schedule = arguments.pop("schedule", None)
+        invariant = bool(arguments.pop("batch_invariant", False))
         call = self._check_look(q, k, v, arguments)
         choice = _choose(backend, call, schedule)
-        schedule = schedule or self._planned(call, _block_size(call, choice), "auto")
-        return explain(call, schedule, choice)
+        kernel = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
+        schedule = schedule or self._planned(call, _block_size(call, choice, invariant), "auto")
+        return explain(call, schedule, choice, kernel)
 
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
         for name in ("return_lse", "deterministic", "schedule", "backend"):
@@ -239,7 +258,7 @@ class Attention:
         """What decides schedules."""
         given = self._program
         plain = given.score is None and given.softcap is None and not given.sinks
-        return given if plain and given.heads is None else Program(given.mask)
+        return given if plain else Program(given.mask, heads=given.heads)
 
     def _check(
         self, q: Any, k: Any, v: Any, *, storage: Storage, data: dict[str, Any], **arguments: Any
@@ -250,13 +269,6 @@ class Attention:
     def _text(self, q: Any, k: Any, v: Any, **arguments: Any) -> CallText:
         """The call, for errors; refuses what isn't here yet. Raises FlashgenError."""
         text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments})
-        for name in arguments:
-            if name in _LATER:
-                raise FlashgenError(
-                    f"{_LATER[name]} isn't part of this version",
-                    call=text,
-                    write="dense tensors [B, H, S, D], with kv_lens for padded keys",
-                )
         return text
 
     def _planned(self, call: Call, block: tuple[int, int], planner: Planner) -> Schedule:
@@ -297,13 +309,18 @@ def _choose(backend: str, call: Call, schedule: Schedule | None = None) -> backe
     )
 
 
-def _block_size(call: Call, choice: backends.Choice) -> tuple[int, int]:
+def _block_size(call: Call, choice: backends.Choice, invariant: bool = False) -> tuple[int, int]:
     """The tile that the kernel works on."""
+    if call.bound.spec.heads is not None:
+        return LATENT_TILE
     dims = (call.q.shape[-1], call.v.shape[-1])
-    if choice.name == "hopper":
+    few = call.geometry.q_len <= MOST_QUERIES
+    if choice.name == "hopper" and not few:
         return launch_hopper.BLOCK_M, launch_hopper.shape_for(*dims).block_n
     target = launch.current_target(call.q.device)
-    tiling = choose(target, call.q.dtype, *dims, has_long_rows(call.bound, call.geometry))
+    # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
+    long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
+    tiling = choose(target, call.q.dtype, *dims, long_rows)
     return tiling.block_m, tiling.block_n
 
 
@@ -316,6 +333,21 @@ def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
     lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)
     scalars = tuple(sorted(call.bound.scalars.items()))
     return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
+
+
+def _decode(
+    call: Call, schedule: Schedule | None, batch_invariant: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return launch_decode.forward(
+        *(call.q, call.k, call.v),
+        bound=spell(call.bound),
+        geometry=call.geometry,
+        schedule=schedule,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        batch_invariant=batch_invariant,
+    )
 
 
 def _run(

@@ -22,7 +22,7 @@ from .config import config
 from .dropout import Dropout, check_dropout
 from .errors import FlashgenError, format_call
 from .geometry import MAX_POSITION, Geometry, check_offset
-from .spec import Bound, Program
+from .spec import MLA, Bound, Program
 from .spec.data import fit_data
 from .storage import Pages
 
@@ -74,13 +74,15 @@ def check(
     seed: int | None = None,
 ) -> Call:
     """Check one call. Raises FlashgenError for whatever doesn't fit."""
-    if v is None:
+    if program.heads is not None:
+        v = _latent_values(text, program.heads, k, v, scale, storage)
+    elif v is None:
         raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
     check_mix(text, storage)
     _check_inputs(text, q, k, v, storage)
     given = (q, k, v)
     q, k, v = views(storage, *given)
-    _check_shapes(text, given, q, k, v, storage)
+    _check_shapes(text, given, (q, k, v), storage, program.heads)
     geometry = _geometry(text, q, k, v, q_offset, storage)
     if program.flex_function and geometry.q_offset is None and _lengths_differ(geometry):
         raise FlashgenError(
@@ -102,6 +104,32 @@ def _lengths_differ(geometry: Geometry) -> bool:
     if (packing := geometry.packing) is not None and packing.cu_q is packing.cu_kv:
         return False
     return geometry.q_len != geometry.kv_len or geometry.kv_lens is not None
+
+
+def _latent_values(
+    text: CallText, heads: MLA, kv: Any, v: Any, scale: Any, storage: Storage
+) -> torch.Tensor:
+    """The values of latent heads: the first columns of the keys."""
+    width = heads.rank + heads.rope
+    write = f"attend(q, kv, scale=...), with one head of {width} columns: kv [B, 1, Skv, {width}]"
+    if v is not None:
+        problem = f"{heads} has no value tensor: the value is kv's first {heads.rank} columns"
+        raise FlashgenError(problem, call=text, write=write)
+    if scale is None:
+        raise FlashgenError(
+            f"{heads} needs its scale: it belongs to the expanded heads, and can't be seen from "
+            f"kv's {width} columns",
+            call=text,
+            write=f"scale=(nope + rope)**-0.5, which is 192**-0.5 for DeepSeek-V3 (times mscale**2 "
+            f"with YaRN), never {width}**-0.5",
+        )
+    heads_at = {3: 1, 4: 2 if storage.is_paged and storage.page_layout != "HND" else 1}
+    shape = list(kv.shape) if hasattr(kv, "shape") else []
+    if len(shape) not in heads_at or shape[heads_at[len(shape)]] != 1 or shape[-1] != width:
+        problem = f"kv is {shape or type(kv).__name__}"
+        raise FlashgenError(problem, call=text, write=write)
+    values: torch.Tensor = kv[..., : heads.rank]
+    return values
 
 
 def _check_inputs(
@@ -130,12 +158,12 @@ def _check_inputs(
 def _check_shapes(
     text: CallText,
     given: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    views: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     storage: Storage,
+    latent: MLA | None,
 ) -> None:
-    """q, k, v: views [B, H, S, D] of what is given."""
+    """`views`: q, k, v as [B, H, S, D]."""
+    q, k, v = views
     is_batch = storage.is_packed or storage.is_paged or q.shape[0] == k.shape[0]
     if k.shape[:3] != v.shape[:3] or not is_batch or q.shape[3] != k.shape[3]:
         shapes = ", ".join(str(list(x.shape)) for x in given)
@@ -149,7 +177,7 @@ def _check_shapes(
             write="a number of query heads that is a multiple of the key heads",
         )
     for name, x in (("head dimension", q), ("head dimension of the values", v)):
-        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+        if latent is None and not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise FlashgenError(
                 f"the {name} is {x.shape[3]}", call=text, write=f"1 to {MAX_HEAD_DIM}"
             )

@@ -182,8 +182,13 @@ def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
     arguments += ["heads: tl.int32", "group: tl.int32"]
     arguments += ["q_tiles: tl.int32", "total_q: tl.int64"] * variant.packed
     arguments += [*position_arguments(variant), *key_arguments(variant)]
+    return arguments + score_arguments(spec, variant)
+
+
+def score_arguments(spec: Spec, variant: Variant) -> list[str]:
+    """Factors of the scores, then the data."""
     scaled = spec.score is not None or spec.softcap
-    arguments += [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
+    arguments = [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
     arguments += ["softcap: tl.float32"] if spec.softcap else []
     arguments += DROPOUT if variant.dropout else ()
     return arguments + data_arguments(spec, variant)
@@ -223,7 +228,7 @@ def used_in(names: Iterable[str], body: str) -> list[str]:
 
 
 def is_pointer(argument: str) -> bool:
-    return bare(argument).endswith("_ptr") or argument in _SCHEDULE
+    return bare(argument).endswith("_ptr") or argument in (*_SCHEDULE, "runs")
 
 
 def _stage(expr: Expr) -> int:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import cache, emit, launch, launch_backward, launch_hopper, plan
+from . import (
+    cache,
+    emit,
+    emit_decode,
+    launch,
+    launch_backward,
+    launch_decode,
+    launch_hopper,
+    plan,
+)
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
+from .decoding import Kernel, describe
 from .emit_backward import Wanted
 from .kernel_names import spell
 from .model import Cost
@@ -20,8 +30,10 @@ from .tiling import choose_for
 LINES_SHOWN = 24
 
 
-def _forward(call: Call, choice: Choice) -> list[emit.Generated]:
+def _forward(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     spec, variant = _kernel_of(call)
+    if kernel.decodes:
+        return [launch_decode.generate(spec, variant), emit_decode.merging()]
     if choice.name == "hopper":
         return list(launch_hopper.generate(spec, variant))
     return [launch.generate(spec, variant)]
@@ -33,26 +45,27 @@ def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
     return bound.spec, launch.variant_of(bound, call.geometry, *dims, call.dropout is not None)
 
 
-def _all(call: Call, choice: Choice) -> list[emit.Generated]:
-    """Forward, backward (there is none of paged keys), and planning."""
+def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
+    """Forward, backward (there is none of paged keys, or of what decodes), and planning."""
     spec, variant = _kernel_of(call)
-    made = _forward(call, choice)
-    if call.geometry.pages is None:
+    made = _forward(call, choice, kernel)
+    if call.geometry.pages is None and not kernel.decodes:
         backward = launch_backward.generate(spec, variant, Wanted())
         made.append(emit.Generated(backward.name, backward.text, ()))
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
         made.append(plan.generate(spec, planning).generated)
-    return [*made, plan.compaction(variant.packed)]
+    listing = emit_decode.visiting() if kernel.decodes else plan.compaction(variant.packed)
+    return [*made, listing]
 
 
 def _path(generated: emit.Generated) -> str:
     return str(cache.write(generated.name, generated.text, launch.key_parts()))
 
 
-def source(call: Call, choice: Choice) -> str:
+def source(call: Call, choice: Choice, kernel: Kernel) -> str:
     """The text of every kernel of a call, each below the path of its file."""
-    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _all(call, choice))
+    return "\n\n".join(f"# {_path(g)}\n{g.text}" for g in _all(call, choice, kernel))
 
 
 def _loop_of(generated: emit.Generated) -> str:
@@ -74,24 +87,28 @@ def _order(cheaper: Ordered, schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-def explain(call: Call, schedule: Schedule, choice: Choice) -> str:
+def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    if kernel.decodes:
+        return describe(call, schedule)
+    if choice.name == "hopper":
+        return str(launch_hopper.shape_for(*dims, schedule.block_size[1]))
+    target = launch.current_target(call.q.device)
+    return str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
+
+
+def explain(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:
     """Every stage of a call, from the spec to the kernel."""
     spec = call.bound.spec
-    dims = (call.q.shape[-1], call.v.shape[-1])
-    if choice.name == "hopper":
-        tiling = str(launch_hopper.shape_for(*dims, schedule.block_size[1]))
-    else:
-        target = launch.current_target(call.q.device)
-        tiling = str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
     sections = [
         ("spec", str(spec)),
         ("tile rule", str(tile_rule(spec.mask))),
         ("schedule", str(schedule)),
         ("cost", str(Cost.of(call, schedule))),
-        ("backend", f"{choice}\n{tiling}"),
+        ("backend", f"{choice}\n{kernel}\n{_blocks(call, schedule, choice, kernel)}"),
     ]
     if cheaper := ordered(spec.mask):
         sections.insert(2, ("data in order", _order(cheaper, schedule)))
-    generated = _forward(call, choice)[0]
+    generated = _forward(call, choice, kernel)[0]
     sections.append((f"kernel {_path(generated)}", _loop_of(generated)))
     return explain_text(sections)

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from . import cache, emit
+from .emit_decode import visiting
 from .emit_plan import PlanModule, plan_module
 from .geometry import Geometry
 from .kernel_names import spell
 from .launch import data_values, key_parts, launch, position_values, variant_of
 from .order import FAR, Ranges, lead, ranges_like
-from .schedule import Planner, Runs
+from .schedule import Planner, Runs, Visits
 from .schedule.classify import grid_of
-from .schedule.runs import run_capacity
+from .schedule.runs import MOST_RUNS, run_capacity
 from .spec import Bound, Spec
 from .storage import Packing
 from .tiling import Tiling
@@ -231,3 +232,27 @@ def _compact(
         is_packed = packing is not None
         kernel, arguments = _compaction(is_packed, key_parts()), compaction(is_packed).arguments
         launch(kernel, arguments, values, constants, _TILING, programs)
+
+
+@functools.lru_cache(maxsize=8)
+def _visiting(parts: tuple[str, ...]) -> Any:
+    generated = visiting()
+    return cache.module(generated.name, generated.text, parts).visit
+
+
+def visits(states: torch.Tensor, group: int) -> Visits:
+    """Runs of tiles that any of `group` heads visits, along the rows of the states."""
+    batch, heads, rows, tiles = states.shape
+    group = group if heads > 1 else 1
+    shape, device = (batch, heads // group, rows), states.device
+    width = min(tiles // 2 + 1, MOST_RUNS) + 3
+    counts = torch.empty(shape, dtype=torch.int32, device=device)
+    runs = torch.empty((*shape, width, 2), dtype=torch.int32, device=device)
+    values = {
+        "states_ptr": states, "counts_ptr": counts, "runs_ptr": runs, "head_step": rows * tiles,
+        "rows": rows, "tiles": tiles, "heads": heads // group, "group": group, "width": width,
+    }  # fmt: skip
+    if counts.numel():
+        kernel, names = _visiting(key_parts()), visiting().arguments
+        launch(kernel, names, values, {"CHUNK": CHUNK}, _TILING, counts.numel())
+    return Visits(counts, runs)

@@ -29,6 +29,13 @@ def refused(work, *words: str) -> None:
 
 
 DOC = torch.zeros(B, S, dtype=torch.int64)
+LATENT = fg.Attention(heads=fg.MLA(rank=8, rope=8))
+
+
+def latent(columns):
+    return torch.zeros(1, 2, 8, columns), torch.zeros(1, 1, 8, columns)
+
+
 CALLS = {
     "heads": (lambda: fg.Attention()(*tensors(heads=3)), ["3 query heads", "q=[2, 3, 64, 16]"]),
     "dtypes": (
@@ -124,7 +131,20 @@ CALLS = {
         lambda: fg.Attention(masks.causal).schedule(*tensors(), planner="fast"),
         ["no planner 'fast'"],
     ),
-    "latent heads": (lambda: fg.Attention(heads=fg.MLA(512, 64)), ["latent heads"]),
+    "latent heads": (lambda: fg.Attention(heads="mla"), ["heads is 'mla'", "fg.MLA("]),
+    "a value of latent heads": (
+        lambda: LATENT(tensors()[0], *tensors()[:2], scale=1.0),
+        ["MLA(rank=8, rope=8) has no value tensor", "first 8 columns"],
+    ),
+    "no scale of latent heads": (
+        lambda: LATENT(*latent(16)),
+        ["needs its scale", "(nope + rope)**-0.5", "never 16**-0.5"],
+    ),
+    "latent rows": (lambda: LATENT(*latent(24), scale=1.0), ["kv is [1, 1, 8, 24]", "Skv, 16]"]),
+    "heads of latent rows": (
+        lambda: LATENT(latent(16)[0], latent(16)[0], scale=1.0),
+        ["kv is [1, 2, 8, 16]", "[B, 1, Skv, 16]"],
+    ),
     "latent sizes": (lambda: fg.MLA(rank=0, rope=64), ["rank must be a positive integer"]),
     "FlexAttention's positions": (
         lambda: fg.Attention(lambda b, h, q, k: q >= k)(*tensors(q_len=5)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .classify import Planner, classify
-from .runs import Runs, compact
+from .runs import Runs, Visits, compact, visits
 from .value import Schedule
 
-__all__ = ["Planner", "Runs", "Schedule", "classify", "compact"]
+__all__ = ["Planner", "Runs", "Schedule", "Visits", "classify", "compact", "visits"]

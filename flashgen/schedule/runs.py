@@ -31,6 +31,17 @@ class Runs:
         return sum(t.numel() * t.element_size() for t in (self.counts, self.masked, self.full))
 
 
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """Runs of visited tiles along each row, cut or full, int32: what kernels for few queries read.
+
+    `counts` [B|1, Hkv|1, rows]: how many tiles are visited, by any head of a group.
+    `runs` [B|1, Hkv|1, rows, R, 2]: as those of `Runs`."""
+
+    counts: torch.Tensor
+    runs: torch.Tensor
+
+
 # Runs that a row of a data-dependent mask has room for.
 MOST_RUNS = 512
 
@@ -84,6 +95,15 @@ def compact(states: torch.Tensor, ragged: torch.Tensor | None, by_key: bool = Fa
         masked, full = masked & ~ragged, full & ~ragged
     counts = torch.stack([x.sum(-1) for x in (masked, full, apart)], dim=-1).to(torch.int32)
     return Runs(counts, _runs_of(masked), _runs_of(full))
+
+
+def visits(states: torch.Tensor, group: int) -> Visits:
+    """The visited tiles of states [B|1, H|1, rows, tiles], for groups of so many heads."""
+    visited = states != 0
+    if states.shape[1] > 1:
+        batch, heads, rows, tiles = states.shape
+        visited = visited.view(batch, heads // group, group, rows, tiles).any(2)
+    return Visits(visited.sum(-1, dtype=torch.int32), _runs_of(visited))
 
 
 def _runs_of(members: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ..order import Ranges, find_ranges
 from ..storage import Packing
 from .classify import FULL, PARTIAL
-from .runs import MOST_RUNS, Runs, compact
+from .runs import MOST_RUNS, Runs, Visits, compact, visits
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +95,18 @@ class Schedule:
     def kv_runs(self) -> Runs:
         """Runs along the rows: what the forward kernels consume."""
         return self._kv_runs if self._kv_runs is not None else compact(self.states, self._ragged)
+
+    def visits(self, group: int) -> Visits:
+        """Runs along the rows that any of `group` query heads visits; made once."""
+        kept: dict[int, Visits] = self.__dict__.setdefault("_visits", {})
+        if group not in kept:
+            if self.device.type == "cpu":
+                kept[group] = visits(self.states, group)
+            else:
+                from ..plan import visits as visits_on_device
+
+                kept[group] = visits_on_device(self.states, group)
+        return kept[group]
 
     @cached_property
     def q_runs(self) -> Runs:

@@ -1,0 +1,113 @@
+"""Whether the kernel for few queries runs a call, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import launch_decode
+from .call import Call
+from .errors import FlashgenError
+from .geometry import Geometry
+from .schedule import Schedule
+from .tiling_decode import MOST_QUERIES, WHOLE_ROWS
+
+# Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
+_MOST_SPLIT_QUERIES, _LONG_KEYS = 64, 4096
+# Of latent rows: what a multiprocessor holds in registers and shared memory.
+MOST_RANK, MOST_ROPE = 512, 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel of a call: `decode` or `forward`, and the reason for it."""
+
+    name: str
+    why: str
+
+    @property
+    def decodes(self) -> bool:
+        return self.name == "decode"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+def choose_kernel(
+    call: Call, backend: str, *, asked: str = "auto", invariant: bool = False
+) -> Kernel:
+    """The kernel that runs a call. Raises FlashgenError where none can.
+
+    `backend`: what runs the call, `asked` what the caller said; `invariant`: the choice must not
+    depend on the batch."""
+    geometry, latent = call.geometry, call.bound.spec.heads is not None
+    if backend == "cpu":
+        return Kernel("forward", "the cpu backend has one way for all lengths")
+    if wants_gradient(call):
+        if latent:
+            raise _training("gradient", call)
+        return Kernel("forward", "gradients are asked for")
+    if call.dropout is not None:
+        if latent:
+            raise _training("dropout", call)
+        return Kernel("forward", "dropout is asked for")
+    if geometry.packing is not None:
+        if latent:
+            raise _training("packed queries", call)
+        return Kernel("forward", "the queries are packed")
+    if latent:
+        _check_latent(call)
+        return Kernel("decode", "latent heads share their keys")
+    if asked == "hopper":
+        return Kernel("forward", "Hopper's kernel is asked for")
+    if geometry.q_len <= MOST_QUERIES:
+        return Kernel("decode", f"Sq = {geometry.q_len}, at most {MOST_QUERIES}")
+    return _choose_by_room(geometry, invariant)
+
+
+def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:
+    """Some more queries: the keys are split where a GPU would be idle otherwise."""
+    q_len, programs = geometry.q_len, geometry.batch * geometry.heads
+    if invariant or q_len > _MOST_SPLIT_QUERIES or geometry.kv_len < _LONG_KEYS:
+        return Kernel("forward", f"Sq = {q_len}, Skv = {geometry.kv_len}")
+    room = launch_decode.processors(geometry.device)
+    if 2 * programs > room:
+        return Kernel("forward", f"{programs} programs for {room} multiprocessors")
+    return Kernel("decode", f"{programs} programs would leave most of {room} multiprocessors idle")
+
+
+def wants_gradient(call: Call) -> bool:
+    """Whether autograd will ask for a gradient of this call."""
+    if not torch.is_grad_enabled():
+        return False
+    inputs = (call.q, call.k, call.v, call.sinks, *call.bound.tensors.values())
+    return any(x is not None and x.requires_grad for x in inputs)
+
+
+def _check_latent(call: Call) -> None:
+    heads = call.bound.spec.heads
+    assert heads is not None
+    if heads.rank % 16 or heads.rank > MOST_RANK or heads.rope > MOST_ROPE:
+        raise FlashgenError(
+            f"there are no kernels for {heads}",
+            call=call.text,
+            write=f"a rank that is a multiple of 16, up to {MOST_RANK}, and up to {MOST_ROPE} for "
+            "rope; the cpu backend takes any",
+        )
+
+
+def _training(what: str, call: Call) -> FlashgenError:
+    return FlashgenError(
+        f"latent heads have no {what} on a GPU",
+        call=call.text,
+        write="torch.no_grad() for decoding; to train, keys and values expanded from the latent "
+        "rows (flashgen.latent.expand_cache), in an fg.Attention without heads=",
+    )
+
+
+def describe(call: Call, schedule: Schedule) -> str:
+    """The blocks and splits of a call that decodes, for `explain`."""
+    tile = WHOLE_ROWS if call.bound.spec.mask is None else schedule.block_size
+    blocks = launch_decode.blocks_of(call.q, call.v, call.bound, call.geometry, tile)
+    return f"{blocks}\n{launch_decode.splits_of(blocks, call.geometry, batch_invariant=False)}"

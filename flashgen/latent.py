@@ -1,0 +1,60 @@
+"""Around latent attention: its scale, and the up-projections absorbed, or expanded.
+
+DeepSeek-V2 (2405.04434), section 2.1: a token's keys and values are up-projections of one latent
+row `c` [rank], beside a rotary key [rope] that all heads share. For a few queries, the
+up-projection of the keys is absorbed into the queries, and that of the values into the output: the
+cache is read as it is. For many, keys and values are expanded, and attention is the ordinary one.
+
+    q_nope [B, H, Sq, nope], q_rope [B, H, Sq, rope], w_key [H, nope, rank], w_value [H, v, rank]
+
+Appending to a cache and rotary embeddings are the model's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .errors import FlashgenError
+
+
+def softmax_scale(
+    nope: int, rope: int, *, factor: float = 1.0, mscale_all_dim: float = 0.0
+) -> float:
+    """(nope + rope)^-0.5, the scale of the expanded heads: never (rank + rope)^-0.5.
+
+    `factor`, `mscale_all_dim`: YaRN's, whose mscale = 0.1 * mscale_all_dim * ln(factor) + 1 is
+    squared into the scale (2309.00071; DeepSeek-V3 has 40 and 1.0).
+    Raises FlashgenError for sizes or a factor that aren't positive."""
+    if nope <= 0 or rope < 0 or factor <= 0:
+        raise FlashgenError(
+            f"nope={nope}, rope={rope}, factor={factor} make no scale",
+            call=f"softmax_scale({nope}, {rope}, factor={factor})",
+            write="softmax_scale(128, 64, factor=40, mscale_all_dim=1.0)",
+        )
+    mscale = 0.1 * mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float((nope + rope) ** -0.5 * mscale * mscale)
+
+
+def absorb_queries(q_nope: torch.Tensor, q_rope: torch.Tensor, w_key: torch.Tensor) -> torch.Tensor:
+    """Queries in the latent space, [B, H, Sq, rank + rope]: what meets a latent row directly.
+
+    q·k = q_nope·(w_key c) + q_rope·k_rope = (q_nope w_key)·c + q_rope·k_rope."""
+    return torch.cat([torch.einsum("bhsn,hnr->bhsr", q_nope, w_key), q_rope], dim=-1)
+
+
+def expand_output(out: torch.Tensor, w_value: torch.Tensor) -> torch.Tensor:
+    """The heads' values [B, H, Sq, v] from outputs in the latent space [B, H, Sq, rank]."""
+    return torch.einsum("bhsr,hvr->bhsv", out, w_value)
+
+
+def expand_cache(
+    kv: torch.Tensor, w_key: torch.Tensor, w_value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B, H, S, nope + rope] and values [B, H, S, v] of latent rows [B, 1, S, rank + rope]."""
+    rank = w_key.shape[-1]
+    latent, rope = kv[:, 0, :, :rank], kv[..., rank:]
+    keys = torch.einsum("bsr,hnr->bhsn", latent, w_key)
+    values = torch.einsum("bsr,hvr->bhsv", latent, w_value)
+    return torch.cat([keys, rope.expand(-1, keys.shape[1], -1, -1)], dim=-1), values

@@ -1,0 +1,191 @@
+"""Running the kernels for few queries: splits of the keys, and their merging."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from . import cache, emit, emit_decode
+from .geometry import Geometry
+from .launch import (
+    LOG2E,
+    alignment,
+    current_target,
+    data_values,
+    key_parts,
+    launch,
+    position_values,
+    positive_scale,
+    precision_of,
+    variant_of,
+)
+from .schedule import Schedule
+from .spec import Bound, Spec
+from .tiling import Tiling
+from .tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
+
+_MERGING = Tiling(0, 0, 4, 1)
+_CHUNK = 16
+# What stands for a GPU's multiprocessors where kernels are interpreted.
+_INTERPRETED = 4
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(spec: Spec, variant: emit.Variant, command: str = "") -> emit.Generated:
+    """The text of the kernel; the same spec and variant give the same text."""
+    return emit_decode.decode(spec, variant, command)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kernel(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
+    generated = generate(spec, variant)
+    module = cache.module(generated.name, generated.text, parts)
+    return module.attention_decode, generated
+
+
+@functools.lru_cache(maxsize=8)
+def _merging(parts: tuple[str, ...]) -> Any:
+    generated = emit_decode.merging()
+    return cache.module(generated.name, generated.text, parts).merge
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    if device.type == "cpu":
+        return _INTERPRETED
+    return _processors(device.index if device.index is not None else 0)
+
+
+def blocks_of(q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry, tile: Any) -> Any:
+    """The blocks that a call's kernel works on, along tiles of this size."""
+    dims = (q.shape[-1], v.shape[-1])
+    rows = (geometry.q_len, geometry.group)
+    latent = bound.spec.heads is not None
+    return choose_blocks(current_target(q.device), q.dtype, dims, rows, tile, latent=latent)
+
+
+def splits_of(blocks: Blocks, geometry: Geometry, *, batch_invariant: bool) -> Splits:
+    """Into how many splits the keys are cut, from what the host knows."""
+    programs = blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
+    count = processors(geometry.device)
+    return choose_splits(blocks, programs, geometry.kv_len, count, invariant=batch_invariant)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with few queries: out [B, Hq, Sq, Dv] and the natural-log LSE [B, Hq, Sq].
+
+    `schedule` may be None where there is no mask. Values of latent heads are the first columns of
+    `k`, whatever `v` is. Nothing waits for the device; the grid depends on shapes alone, so that
+    a captured graph serves other lengths up to that of `k`."""
+    q, k, v, scale = positive_scale(q, k, v, scale)
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = q.new_empty(q.shape[:3], dtype=kind)
+    if not lse.numel():
+        return out, lse
+    tile = WHOLE_ROWS if bound.spec.mask is None else _tile_of(schedule)
+    blocks = blocks_of(q, v, bound, geometry, tile)
+    splits = splits_of(blocks, geometry, batch_invariant=batch_invariant)
+    parts, lses = out, lse
+    if splits.count > 1:
+        parts = q.new_empty((*q.shape[:3], splits.count, v.shape[-1]), dtype=kind)
+        lses = q.new_empty((*q.shape[:3], splits.count), dtype=kind)
+    values: dict[str, Any] = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
+        "heads": geometry.heads, "group": geometry.group,
+        "splits": splits.count, "split_tiles": splits.tiles,
+        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
+        **position_values(geometry), **data_values(bound),
+    }  # fmt: skip
+    if bound.spec.score is not None or softcap is not None:
+        values["scale_log2"] = LOG2E
+    for letter, tensor in (("q", q), ("k", k), ("v", v)):
+        values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
+    constants = _constants(q, [q, k, v], blocks, partial=splits.count > 1)
+    if bound.spec.mask is not None:
+        assert schedule is not None
+        values |= _schedule_values(schedule, geometry)
+        constants |= {"TILE_M": tile[0], "TILE_N": tile[1]}
+    if geometry.pages is not None:
+        constants["PAGE_SIZE"] = geometry.pages.size
+    kernel, generated = _kernel(
+        bound.spec, variant_of(bound, geometry, q.shape[-1], v.shape[-1]), key_parts()
+    )
+    programs = blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
+    launch(kernel, generated.arguments, values, constants, blocks.tiling, programs * splits.count)
+    if splits.count > 1:
+        merge(parts, lses, out, lse)
+    return out, lse
+
+
+def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merge parts [B, Hq, Sq, splits, Dv], whose LSE is in base 2, into out and the natural LSE."""
+    import triton.language as tl
+
+    width = out.shape[-1]
+    values = {
+        "q_ptr": out, "parts_ptr": parts, "lses_ptr": lses, "out_ptr": out, "lse_ptr": lse,
+        "splits": parts.shape[-2], "v_head_dim": width,
+    }  # fmt: skip
+    constants = {
+        "BLOCK_D": max(16, 1 << (width - 1).bit_length()),
+        "CHUNK": _CHUNK,
+        "FLOAT": tl.float64 if parts.dtype == torch.float64 else tl.float32,
+    }
+    arguments = emit_decode.merging().arguments
+    launch(_merging(key_parts()), arguments, values, constants, _MERGING, lse.numel())
+
+
+def _constants(
+    q: torch.Tensor, aligned: list[torch.Tensor], blocks: Blocks, *, partial: bool
+) -> dict[str, Any]:
+    import triton.language as tl
+
+    narrow = all(256 * t.stride(-2) < 2**31 for t in aligned)
+    return {
+        "BLOCK_M": blocks.tiling.block_m,
+        "BLOCK_N": blocks.tiling.block_n,
+        "GROUP": blocks.group,
+        "PARTIAL": partial,
+        "ALIGN": alignment(aligned),
+        "OFFSET": tl.int32 if narrow else tl.int64,
+        "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
+        "PRECISION": precision_of(q.dtype),
+    }
+
+
+def _tile_of(schedule: Schedule | None) -> tuple[int, int]:
+    assert schedule is not None, "a mask needs its schedule"
+    return schedule.block_size
+
+
+def _schedule_values(schedule: Schedule, geometry: Geometry) -> dict[str, Any]:
+    """The kernel's arguments for the visited tiles; strides count rows of tiles."""
+    visits = schedule.visits(geometry.group)
+    batch, heads, rows = visits.counts.shape
+    return {
+        "counts": visits.counts,
+        "runs": visits.runs,
+        "schedule_stride_b": heads * rows if batch > 1 else 0,
+        "schedule_stride_h": rows if heads > 1 else 0,
+        "runs_width": visits.runs.shape[-2],
+    }

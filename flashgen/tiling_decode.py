@@ -1,0 +1,152 @@
+"""Blocks of the kernels for few queries, and into how many splits their keys are cut."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .emit import parts_of
+from .tiling import Target, Tiling
+
+# Most queries of a call that the kernel for decoding is for: speculative decoding has up to 16.
+MOST_QUERIES = 16
+# Tiles of a schedule of latent heads: queries, keys.
+LATENT_TILE = (16, 64)
+# Stands for the tile of a call that needs no schedule.
+WHOLE_ROWS = (1 << 30, 1 << 30)
+# Keys of a split where results must not depend on the batch.
+INVARIANT_KEYS = 2048
+# A split of fewer keys isn't worth its start and its part of the merging; one of more makes the
+# last programs of a launch run alone for too long.
+_FEWEST_KEYS, _MOST_KEYS = 512, 4096
+# How full a GPU's slots should be, all rounds of programs together.
+_GOOD = 0.9
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A program's block: `tiling.block_m` packed rows, `group` heads to a query.
+
+    `resident`: programs that a multiprocessor has room for."""
+
+    tiling: Tiling
+    group: int
+    resident: int
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block."""
+        return self.tiling.block_m // self.group
+
+    def count(self, q_len: int, group: int) -> int:
+        """Blocks that hold all heads of a group, for all queries."""
+        return math.ceil(group / self.group) * math.ceil(q_len / self.queries)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_blocks(
+    target: Target,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    rows: tuple[int, int],
+    tile: tuple[int, int],
+    *,
+    latent: bool = False,
+) -> Blocks:
+    """The blocks of a call. `dims`: of keys and values; `rows`: queries, and heads that share keys;
+    `tile`: queries and keys of a schedule's tile. `latent`: values are part of the keys."""
+    block_m, packed = _rows(_most_rows(dtype, latent), *rows, tile[0])
+    block_n = min(_keys(target, dtype, dims, latent), tile[1] & -tile[1])
+    warps = 8 if latent and block_m > 32 else 4
+    # Threads have up to 255 registers, so this is also how many programs have room.
+    most = 8 // warps
+    keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
+    fixed = block_m * keys * dtype.itemsize
+    stage = block_n * (keys if latent else keys + values) * dtype.itemsize
+    stages = _stages(target, dtype, stage, fixed, most)
+    used = fixed + stage * max(1, stages)
+    return Blocks(
+        Tiling(block_m, block_n, warps, stages), packed, max(1, min(most, target.shared // used))
+    )
+
+
+def _most_rows(dtype: torch.dtype, latent: bool) -> int:
+    if dtype.itemsize > 2:
+        return 16
+    return 64 if latent else 32
+
+
+def _rows(most: int, q_len: int, group: int, tile_m: int) -> tuple[int, int]:
+    """Packed rows of a block, and heads to a query. A block lies in one row of tiles."""
+    packed = min(_power_of_two(group), most)
+    queries = min(_power_of_two(q_len), most // packed)
+    if q_len > tile_m:
+        queries = min(queries, tile_m & -tile_m)
+    # A matrix product has 16 rows at least: of more heads than there are, not more queries.
+    return max(16, packed * queries), max(packed, 16 // queries)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _keys(target: Target, dtype: torch.dtype, dims: tuple[int, int], latent: bool) -> int:
+    """Keys of a block."""
+    if target.backend == "interpret":
+        return 64
+    if dtype.itemsize > 2:
+        return 16 if max(dims) > 128 else 32
+    # wgmma has 64 rows.
+    if latent:
+        return 64 if target.arch == "90" else 32
+    return 32 if max(dims) > 128 else 64
+
+
+def _stages(target: Target, dtype: torch.dtype, stage: int, fixed: int, programs: int) -> int:
+    """As deep a pipeline as there is room for. AMD's kernels, and fp32's, have none."""
+    if target.backend != "cuda" or dtype.itemsize > 2:
+        return 1
+    room = target.shared - 8192
+    for count in range(programs, 0, -1):
+        stages = (room // count - fixed) // stage
+        if stages >= 2:
+            return min(4, stages)
+    return 1
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How the tiles of a row are shared: by `count` programs, `tiles` each (0: in even shares)."""
+
+    count: int
+    tiles: int
+
+    def __str__(self) -> str:
+        shares = f"{self.tiles} tiles each" if self.tiles else "even shares"
+        return f"{self.count} split{'s' if self.count > 1 else ''} of the keys, {shares}"
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_splits(
+    blocks: Blocks, programs: int, capacity: int, processors: int, *, invariant: bool = False
+) -> Splits:
+    """`programs`: of one split; `capacity`: keys that a row may have; `processors`: of the device.
+
+    `invariant`: splits of a fixed size, which the batch doesn't change; two at least, so that
+    results are always merged."""
+    if invariant:
+        size = max(1, INVARIANT_KEYS // blocks.tiling.block_n)
+        return Splits(max(2, math.ceil(capacity / (size * blocks.tiling.block_n))), size)
+    slots = processors * blocks.resident
+    most = max(1, capacity // _FEWEST_KEYS)
+    least = min(most, max(1, math.ceil(capacity / _MOST_KEYS), slots // max(1, programs)))
+    good = (n for n in range(least, most + 1) if _efficiency(n * programs, slots) >= _GOOD)
+    return Splits(next(good, least), 0)
+
+
+def _efficiency(programs: int, slots: int) -> float:
+    """How full the slots are, all rounds together."""
+    return programs / (math.ceil(programs / slots) * slots)
