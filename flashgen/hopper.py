@@ -86,7 +86,8 @@ def _pattern(
     layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[dtype])
     nowhere = torch.empty(0, dtype=dtype)
     known = _strides(shape, strides, dtype.itemsize)
-    return vars(TensorDescriptor(nowhere, list(shape), [*known, 1], block, layout))
+    made: dict[str, Any] = vars(TensorDescriptor(nowhere, list(shape), [*known, 1], block, layout))
+    return made
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int]:
