@@ -98,7 +98,8 @@ def biased(score, h, q_idx, kv_idx, slope: fg.Tensor, bias: fg.Tensor):  # type:
 
 
 def test_score_softcap_and_sinks_in_fp16() -> None:
-    """Against float64; the error is held to twice that of the masked product alone."""
+    """Against float64; the error is held to twice that of the masked product alone, and to the
+    rounding of outputs that are larger than its own: rows that see little but one key."""
     B, H, S, window = 2, 4, 601, 150
     q, k, v = inputs(B, H, H, S, S, 64, 64, torch.float16)
     slope, bias, sinks = (torch.randn(n, device="cuda") for n in (H, S, H))
@@ -114,7 +115,8 @@ def test_score_softcap_and_sinks_in_fp16() -> None:
     given = {"slope": slope, "bias": bias, "sinks": sinks, "window": window}
     out, got = biased(q, k, v, backend="hopper", return_lse=True, **given)
     plain, _ = oracle(q, k, v, allowed, 1 / 8)
-    allowance = 2 * sdpa_error(q, k, v, allowed, plain, 1 / 8)
+    rounding = exact.abs().max().item() * 2**-11
+    allowance = 2 * sdpa_error(q, k, v, allowed, plain, 1 / 8) + rounding
     assert (out.double() - exact).abs().max().item() <= allowance
     torch.testing.assert_close(got.double(), lse, rtol=1e-5, atol=1e-5)
 
