@@ -1,0 +1,177 @@
+"""Decoding on a GPU: bytes a second beside SDPA, FlexAttention and a copy; what a step costs."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import flashgen as fg
+
+from ..errors import FlashgenError
+from .gpu import milliseconds
+from .measure import Times
+from .table import Row, rows_of
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+SHAPES = ((1, 131072), (16, 8192), (64, 8192))
+# FlexAttention compiles anew for each shape.
+WITH_FLEX = (16, 8192)
+PAGES = (1, 16, 64)
+WINDOW = 4096
+LATENT_BATCH, LATENT_LENGTH, LATENT_HEADS = 128, 4096, (16, 32, 64, 128)
+SCALE = 192**-0.5
+Work = Callable[[], Any]
+# A folder beside the package, which a type checker doesn't find.
+masks: Any = importlib.import_module("flashgen.masks")
+
+
+def title() -> str:
+    """What was measured, and on what."""
+    import triton
+
+    heads = f"1 query, Hq {HEADS} / Hkv {KV_HEADS}, D {DIM}; latent rows of 512 + 64"
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{heads}; bf16, in CUDA graphs, {machine}, triton {triton.__version__}"
+
+
+def run(rounds: int) -> list[Row]:
+    """Times, and how fast keys and values are read. Raises AssertionError where results differ."""
+    if not torch.cuda.is_available():
+        raise FlashgenError("there is no GPU", call="flashgen bench decode", write="bench cpu")
+    torch.manual_seed(0)
+    source, target = torch.empty(2, 1 << 29, dtype=torch.uint8, device="cuda")
+    copy = 2 * source.nbytes / _graph_ms(partial(target.copy_, source), rounds)
+    del source, target
+    rows = [row for shape in SHAPES for row in _dense(*shape, copy, rounds)]
+    rows += _window(copy, rounds)
+    rows += [row for heads in LATENT_HEADS for row in _latent(heads, copy, rounds)]
+    return rows + _host()
+
+
+def _dense(batch: int, length: int, copy: float, rounds: int) -> list[Row]:
+    q, k, v = _tensors(batch, length)
+    works: dict[str, Work] = {"SDPA": partial(_sdpa, q, k, v)}
+    if (batch, length) == WITH_FLEX:
+        works["FlexAttention"] = _flex(q, k, v)
+    works["flashgen"] = partial(fg.Attention(), q, k, v)
+    if (batch, length) == WITH_FLEX:
+        works |= {f"flashgen, pages of {size}": _paged(q, k, v, size) for size in PAGES}
+    _check(works)
+    return _rows(f"{batch} x {length}", works, 2 * k.nbytes, copy, rounds)
+
+
+def _window(copy: float, rounds: int) -> list[Row]:
+    q, k, v = _tensors(1, 131072)
+    attend = fg.Attention(masks.sliding_window(window=WINDOW))
+    last = [x[:, :, -WINDOW:].contiguous() for x in (k, v)]
+    works: dict[str, Work] = {
+        f"flashgen, {WINDOW} keys": partial(fg.Attention(), q, *last),
+        "flashgen, the window": partial(attend, q, k, v, schedule=attend.schedule(q, k, v)),
+    }
+    _check(works)
+    moved = 2 * last[0].nbytes
+    return _rows(f"a window of {WINDOW} over 131072", works, moved, copy, rounds)
+
+
+def _latent(heads: int, copy: float, rounds: int) -> list[Row]:
+    q = torch.randn(LATENT_BATCH, heads, 1, 576, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(LATENT_BATCH, 1, LATENT_LENGTH, 576, device="cuda", dtype=torch.bfloat16)
+    attend = fg.Attention(heads=fg.MLA(rank=512, rope=64))
+    works = {"flashgen": partial(attend, q, kv, scale=SCALE)}
+    name = f"latent, {heads} heads, {LATENT_BATCH} x {LATENT_LENGTH}"
+    return _rows(name, works, kv.nbytes, copy, rounds)
+
+
+def _host() -> list[Row]:
+    """Time until a call returns, without a graph: the GPU has less to do than the host."""
+    q, k, v = _tensors(2, 512)
+    lens = torch.tensor([500, 512], dtype=torch.int32, device="cuda")
+    causal = fg.Attention(masks.causal)
+    schedule = causal.schedule(q, k, v)
+    works: dict[str, Work] = {
+        "SDPA": partial(_sdpa, q, k, v),
+        "flashgen": partial(fg.Attention(), q, k, v),
+        "flashgen, causal, a schedule given": partial(causal, q, k, v, schedule=schedule),
+        "flashgen, causal, kv_lens": partial(causal, q, k, v, kv_lens=lens),
+    }
+    times = {name: Times(_host_ms(work)) for name, work in works.items()}
+    return rows_of("host: 2 x 512", times)
+
+
+def _tensors(batch: int, length: int) -> list[torch.Tensor]:
+    shapes = ((batch, HEADS, 1, DIM), *[(batch, KV_HEADS, length, DIM)] * 2)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, enable_gqa=True)
+
+
+def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> Work:
+    """The same keys in a pool of pages in no order."""
+    batch, heads, length, dim = k.shape
+    order = torch.randperm(batch * length // size, device="cuda")
+    table = order.reshape(batch, -1).int()
+    pools = []
+    for x in (k, v):
+        pages = x.transpose(1, 2).reshape(-1, size, heads, dim)
+        pools.append(torch.empty_like(pages).index_copy_(0, order, pages))
+    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    return partial(fg.Attention(), q, *pools, page_table=table, kv_lens=lens)
+
+
+def _check(works: Mapping[str, Work]) -> None:
+    base: torch.Tensor | None = None
+    for name, work in works.items():
+        out = work()
+        base = out if base is None else base
+        torch.testing.assert_close(out, base, rtol=2e-2, atol=4e-3, msg=f"{name} differs")
+
+
+def _rows(work: str, works: Mapping[str, Work], moved: int, copy: float, rounds: int) -> list[Row]:
+    """Rows whose names say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms."""
+    times = {}
+    for name, one in works.items():
+        ms = _graph_ms(one, rounds)
+        rate = moved / ms
+        times[f"{name}: {rate / 1e9:.2f} TB/s, {100 * rate / copy:.0f} % of a copy"] = Times(ms)
+    return rows_of(work, times)
+
+
+def _graph_ms(work: Work, rounds: int) -> float:
+    """The median of replays of a captured call."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return statistics.median(milliseconds(graph.replay) for _ in range(min(rounds, 3)))
+
+
+def _host_ms(work: Work, calls: int = 100) -> float:
+    for _ in range(10):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e3 * elapsed / calls
