@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from . import backends, launch, launch_decode, launch_hopper, ops
-from .call import Call, CallText, check
+from . import backends, ops
+from .call import Call, CallText, autocast, check
 from .check_storage import PageLayout, Storage
 from .config import config
-from .decoding import choose_kernel
+from .decoding import choose_kernel, decode
 from .errors import FlashgenError
-from .kernel_names import spell
+from .known_calls import Known, KnownCalls, key_of
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
+from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
-from .tiling import choose
 from .tiling_decode import LATENT_TILE, MOST_QUERIES
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
@@ -71,7 +70,11 @@ class Attention:
             bool(sinks),
             heads,
         )
+        self._mask_program = _mask_alone(self._program)
         self._kept: OrderedDict[Any, Schedule] = OrderedDict()
+        # Schedules that CUDA graphs read: they stay while the attention does.
+        self._pinned: dict[Any, Schedule] = {}
+        self._calls = KnownCalls()
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
@@ -145,37 +148,85 @@ class Attention:
         Returns out [B, Hq, Sq, Dv], or (out, lse). A query without a key gets 0 and -inf.
         Packed queries: out [Tq, Hq, Dv], lse [Hq, Tq].
         Raises FlashgenError for anything that doesn't fit."""
-        storage = Storage(
-            kv_lens,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            max_seqlen_q,
-            max_seqlen_kv,
-            page_table,
-            page_layout,
-        )
-        call = self._check(
-            q, k, v, scale=scale, q_offset=q_offset, sinks=sinks, storage=storage, data=data,
-            dropout_p=dropout_p, seed=seed,
-        )  # fmt: skip
-        choice = _choose(backend, call, schedule)
+        given = {
+            "scale": scale, "q_offset": q_offset, "sinks": sinks, "kv_lens": kv_lens,
+            "dropout_p": dropout_p, "seed": seed, "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv, "page_table": page_table, "page_layout": page_layout,
+        }  # fmt: skip
+        if v is not None and ops.as_operators(q, k, v):
+            q, k, v = autocast(q, k, v)
+            how = (schedule, backend, deterministic, return_lse, batch_invariant)
+            return self._as_operators(q, k, v, *how, given, data)
+        known, call = self._known(q, k, v, given, data)
+        choice = backends.choose_for(backend, call, schedule)
         kernel = choose_kernel(call, choice.name, asked=backend, invariant=batch_invariant)
         if config.debug:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
         if schedule is not None:
-            check_fits(schedule, call.bound, call.geometry, call.text)
+            if not known.fits(schedule):
+                check_fits(schedule, call.bound, call.geometry, call.text)
+                known.found_to_fit(schedule)
         elif not kernel.decodes or call.bound.spec.mask is not None:
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
-            schedule = self._planned(call, _block_size(call, choice, batch_invariant), "auto")
+            asked = (choice.name, batch_invariant)
+            block = known.block(asked, lambda: _block_size(call, *asked))
+            schedule = self._planned(call, block, "auto")
         if kernel.decodes:
-            out, lse = _decode(call, schedule, batch_invariant)
+            out, lse = decode(call, schedule, batch_invariant)
         else:
             assert schedule is not None
-            out, lse = _run(choice.name, call, schedule, bool(deterministic))
+            out, lse = ops.attention(
+                *(call.q, call.k, call.v),
+                backend=choice.name,
+                bound=call.bound,
+                sinks=call.sinks,
+                **ops.arguments_of(call, schedule, bool(deterministic)),
+            )
         if call.geometry.packing is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
+        return (out, lse) if return_lse else out
+
+    def _known(
+        self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
+    ) -> tuple[Known, Call]:
+        """The checked call, and what is known of all like it. Raises FlashgenError."""
+        key = key_of(q, k, v, given, data)
+        known = self._calls.find(key)
+        if known is None:
+            arguments = dict(given)
+            storage = Storage.take(arguments)
+            call = self._check(q, k, v, **arguments, storage=storage, data=data)
+            return self._calls.keep(key, call, data), call
+        text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
+        return known, known.again(text, q, k, v, given["sinks"], data)
+
+    def _as_operators(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        schedule: Schedule | None,
+        backend: str,
+        deterministic: bool | None,
+        return_lse: bool,
+        batch_invariant: bool,
+        arguments: dict[str, Any],
+        data: dict[str, Any],
+    ) -> Any:
+        """The call as `torch.compile` and dispatch modes see it; operators check it."""
+        from .ops import graph
+
+        out, lse = graph.attend(
+            *(self._program, self._mask_program, q, k, v),
+            schedule=schedule,
+            backend=backend,
+            deterministic=bool(deterministic),
+            arguments={**arguments, "batch_invariant": bool(batch_invariant)},
+            data=data,
+        )
         return (out, lse) if return_lse else out
 
     def schedule(
@@ -196,6 +247,10 @@ class Attention:
         look at the elements of tiles that it leaves open. Data of the score function may be left
         out; `kv_lens`, packed and paged tensors are given like to the call.
         Raises FlashgenError like the call."""
+        if torch.compiler.is_compiling():
+            from .ops import graph
+
+            graph.refuse_schedule(self._program)
         storage = Storage.take(data)
         program = self._mask_program
         if program is not self._program:
@@ -212,7 +267,7 @@ class Attention:
             data=data,
         )
         if block_size is None:
-            block = _block_size(call, _choose("auto", call))
+            block = _block_size(call, backends.choose_for("auto", call).name)
         else:
             block = check_block_size(block_size, call.text)
         return self._planned(call, block, planner)
@@ -227,7 +282,7 @@ class Attention:
         invariant = bool(arguments.pop("batch_invariant", False))
         call = self._check_look(q, k, v, arguments)
         kernel = choose_kernel(call, "portable", asked=backend, invariant=invariant)
-        return source(call, _choose(backend, call), kernel)
+        return source(call, backends.choose_for(backend, call), kernel)
 
     def explain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
@@ -239,9 +294,10 @@ class Attention:
         schedule = arguments.pop("schedule", None)
         invariant = bool(arguments.pop("batch_invariant", False))
         call = self._check_look(q, k, v, arguments)
-        choice = _choose(backend, call, schedule)
+        choice = backends.choose_for(backend, call, schedule)
         kernel = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
-        schedule = schedule or self._planned(call, _block_size(call, choice, invariant), "auto")
+        block = _block_size(call, choice.name, invariant)
+        schedule = schedule or self._planned(call, block, "auto")
         return explain(call, schedule, choice, kernel)
 
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
@@ -252,13 +308,6 @@ class Attention:
         known["dropout_p"] = arguments.pop("dropout_p", 0.0)
         storage = Storage.take(arguments)
         return self._check(q, k, v, **known, storage=storage, data=arguments)
-
-    @cached_property
-    def _mask_program(self) -> Program:
-        """What decides schedules."""
-        given = self._program
-        plain = given.score is None and given.softcap is None and not given.sinks
-        return given if plain else Program(given.mask, heads=given.heads)
 
     def _check(
         self, q: Any, k: Any, v: Any, *, storage: Storage, data: dict[str, Any], **arguments: Any
@@ -273,11 +322,15 @@ class Attention:
 
     def _planned(self, call: Call, block: tuple[int, int], planner: Planner) -> Schedule:
         key = _key(call, block, planner)
+        capturing = is_capturing(call.q.device)
         if key is not None and key in self._kept:
             self._kept.move_to_end(key)
+            if capturing:
+                self._pinned[key] = self._kept[key]
             return self._kept[key]
         made = make_schedule(call.bound, call.geometry, block, planner, call.text)
-        if key is not None:
+        # What a CUDA graph makes has no contents before it is replayed.
+        if key is not None and not capturing:
             self._kept[key] = made
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
@@ -291,37 +344,29 @@ class Attention:
         return f"Attention({self.name}{params})"
 
 
+def _mask_alone(program: Program) -> Program:
+    """What decides schedules."""
+    plain = program.score is None and program.softcap is None and not program.sinks
+    return program if plain else Program(program.mask, heads=program.heads)
+
+
 def _restore(program: Program) -> Attention:
     score = None if program.score is None else program.score.function.function
     made = Attention(program.mask, score, program.heads, program.softcap, program.sinks)
-    made._program = program
+    made._program, made._mask_program = program, _mask_alone(program)
     return made
 
 
-def _choose(backend: str, call: Call, schedule: Schedule | None = None) -> backends.Choice:
-    tensors = (call.q, call.k, call.v)
-    return backends.choose(
-        *(backend, call.q.device, call.q.dtype, call.text),
-        tensors=tensors,
-        schedule=schedule,
-        dropout=call.dropout is not None,
-        geometry=call.geometry,
-    )
-
-
-def _block_size(call: Call, choice: backends.Choice, invariant: bool = False) -> tuple[int, int]:
+def _block_size(call: Call, backend: str, invariant: bool = False) -> tuple[int, int]:
     """The tile that the kernel works on."""
     if call.bound.spec.heads is not None:
         return LATENT_TILE
-    dims = (call.q.shape[-1], call.v.shape[-1])
     few = call.geometry.q_len <= MOST_QUERIES
-    if choice.name == "hopper" and not few:
-        return launch_hopper.BLOCK_M, launch_hopper.shape_for(*dims).block_n
-    target = launch.current_target(call.q.device)
     # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
     long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
-    tiling = choose(target, call.q.dtype, *dims, long_rows)
-    return tiling.block_m, tiling.block_n
+    name = "portable" if few else backend
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
 
 
 def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
@@ -333,38 +378,6 @@ def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
     lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)
     scalars = tuple(sorted(call.bound.scalars.items()))
     return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
-
-
-def _decode(
-    call: Call, schedule: Schedule | None, batch_invariant: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return launch_decode.forward(
-        *(call.q, call.k, call.v),
-        bound=spell(call.bound),
-        geometry=call.geometry,
-        schedule=schedule,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        batch_invariant=batch_invariant,
-    )
-
-
-def _run(
-    backend: str, call: Call, schedule: Schedule, deterministic: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return ops.attention(
-        *(call.q, call.k, call.v),
-        backend=backend,
-        bound=call.bound,
-        geometry=call.geometry,
-        schedule=schedule,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        dropout=call.dropout,
-        deterministic=deterministic,
-    )
 
 
 def attention(

@@ -8,10 +8,12 @@ from typing import Literal
 
 import torch
 
-from . import launch_hopper
+from . import launch, launch_hopper
+from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
 from .schedule import Schedule
+from .tiling import choose as tiling_of
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
 NAMES = ("auto", "cpu", "interpret", "portable", "hopper")
@@ -90,3 +92,30 @@ def _obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> tuple[s
                 "float32 or float16 to check numerics; bfloat16 on a GPU",
             )
     return "", ""
+
+
+def choose_for(backend: str, call: Call, schedule: Schedule | None = None) -> Choice:
+    """`choose` for a checked call."""
+    return choose(
+        *(backend, call.q.device, call.q.dtype, call.text),
+        tensors=(call.q, call.k, call.v),
+        schedule=schedule,
+        dropout=call.dropout is not None,
+        geometry=call.geometry,
+    )
+
+
+def block_size(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    long_rows: bool,
+) -> tuple[int, int]:
+    """The tile that a backend's kernel works on."""
+    if backend == "hopper":
+        return launch_hopper.BLOCK_M, launch_hopper.shape_for(head_dim, v_head_dim).block_n
+    target = launch.current_target(device)
+    tiling = tiling_of(target, dtype, head_dim, v_head_dim, long_rows)
+    return tiling.block_m, tiling.block_n

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from .config import config
 from .dropout import Dropout, check_dropout
 from .errors import FlashgenError, format_call
 from .geometry import MAX_POSITION, Geometry, check_offset
-from .spec import MLA, Bound, Program
+from .spec import MLA, Bound
 from .spec.data import fit_data
 from .storage import Pages
 
@@ -58,8 +58,42 @@ class Call:
     dropout: Dropout | None
 
 
+class Declaration(Protocol):
+    """What a call is checked against: a `Program`, or what an operator knows of one."""
+
+    @property
+    def flex_function(self) -> str | None: ...
+    @property
+    def softcap(self) -> float | None: ...
+    @property
+    def sinks(self) -> bool: ...
+    @property
+    def heads(self) -> MLA | None: ...
+    def bind(
+        self,
+        data: Mapping[str, Any],
+        call: object,
+        spread: frozenset[str] = ...,
+        lengths: Mapping[str, int] = ...,
+    ) -> Bound: ...
+
+
+def autocast(*tensors: Any) -> Any:
+    """Queries, keys and values as `torch.autocast` has SDPA take them: float64 stays, as there."""
+    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if _is_cast(x) else x for x in tensors)
+
+
+def _is_cast(x: Any) -> bool:
+    is_float = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    return is_float and x.dtype != torch.float64
+
+
 def check(
-    program: Program,
+    program: Declaration,
     text: CallText,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -79,8 +113,8 @@ def check(
     elif v is None:
         raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
     check_mix(text, storage)
+    q, k, v = given = autocast(q, k, v)
     _check_inputs(text, q, k, v, storage)
-    given = (q, k, v)
     q, k, v = views(storage, *given)
     _check_shapes(text, given, (q, k, v), storage, program.heads)
     geometry = _geometry(text, q, k, v, q_offset, storage)

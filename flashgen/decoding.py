@@ -10,6 +10,7 @@ from . import launch_decode
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
+from .kernel_names import spell
 from .schedule import Schedule
 from .tiling_decode import MOST_QUERIES, WHOLE_ROWS
 
@@ -64,6 +65,22 @@ def choose_kernel(
     if geometry.q_len <= MOST_QUERIES:
         return Kernel("decode", f"Sq = {geometry.q_len}, at most {MOST_QUERIES}")
     return _choose_by_room(geometry, invariant)
+
+
+def decode(
+    call: Call, schedule: Schedule | None, batch_invariant: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel for few queries: out and LSE, without gradients."""
+    return launch_decode.forward(
+        *(call.q, call.k, call.v),
+        bound=spell(call.bound),
+        geometry=call.geometry,
+        schedule=schedule,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        batch_invariant=batch_invariant,
+    )
 
 
 def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:

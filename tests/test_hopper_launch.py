@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import flashgen as fg
-from flashgen import api, launch, masks
+from flashgen import launch, masks, ops
 from flashgen.tiling import target_of
 
 H200 = target_of("cuda", 90)
@@ -54,7 +54,14 @@ def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -
     given = {"kv_lens": kv_lens, **data}
     call = attention._check_look(q, k, k, given | _sinks(attention))
     schedule = attention.schedule(q, k, block_size=(128, 128), **given)
-    out, lse = api._run("hopper", call, schedule, False)
+    arguments = ops.arguments_of(call, schedule, False)
+    out, lse = ops.attention(
+        *(call.q, call.k, call.v),
+        backend="hopper",
+        bound=call.bound,
+        sinks=call.sinks,
+        **arguments,
+    )
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert launched == ["attention_forward", "repair_rows"]

@@ -13,7 +13,7 @@ from .table import Row, print_table, write_json
 __all__ = ["Row", "main", "print_table", "write_json"]
 
 # A benchmark is a module here with `run(rounds) -> list[Row]` and `title() -> str`.
-BENCHMARKS = ("cpu", "decode", "gpu", "order", "planning")
+BENCHMARKS = ("cpu", "decode", "gpu", "order", "overhead", "planning")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..differentiate import differentiate
 from ..dropout import Dropout
-from ..expr import Env, Expr, evaluate, leaves, walk
+from ..expr import Env, Expr, evaluate, leaves
 from ..geometry import Geometry
 from ..spec import Bound
 from .blocks import Block
@@ -95,80 +96,53 @@ class Rules:
         return (numbers[0] if len(numbers) == 1 else torch.cat(numbers)).view(view)
 
 
+_derivatives = functools.lru_cache(maxsize=256)(differentiate)
+
+
 class Changed:
     """Changed scores that remember how they were made, for the way back.
 
-    `totals` are the gradients of float data that are asked for; `pull_back` adds to them."""
+    `totals` are the gradients of float data that are asked for; `pull_back` adds to them.
+    Derivatives are the expressions that the generated kernels have. Autograd would not do here:
+    inside an operator its keys may be switched off."""
 
     def __init__(
         self, rules: Rules, block: Block, raw: torch.Tensor, totals: Mapping[str, torch.Tensor]
     ) -> None:
-        self.raw = self.scores = raw
-        self.loads: list[Load] = []
-        if rules.change_scores:
-            env = self._record_loads(rules, block, totals)
-            raw.requires_grad_()
-            with torch.enable_grad():
-                self.scores = rules.change(raw, block, env)
-
-    def _record_loads(
-        self, rules: Rules, block: Block, totals: Mapping[str, torch.Tensor]
-    ) -> Env | None:
-        """Evaluate the loads whose gradients are asked for, for the expression to use."""
+        self.raw, self._rules, self._totals = raw, rules, totals
         score = rules.bound.spec.score
-        if score is None:
-            return None
-        env = rules.env(score, block, dtype=rules.dtype)
-        for node in walk(score):
-            if node.op == "load" and node.attr in totals:
-                load = Load.of(node, env, self.raw, totals[node.attr])
-                env.values[node] = load.pairs
-                self.loads.append(load)
-        return env
+        self._env = None if score is None else rules.env(score, block, dtype=rules.dtype)
+        self.scores = rules.change(raw, block, self._env)
 
     def pull_back(self, grad: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """The gradient of the raw scores, from that of the changed ones.
 
         Pairs whose `masked` scores are -inf are selected away from every gradient: there, the
         derivative of a score function may be anything."""
-        if self.scores is self.raw:
+        softcap, score = self._rules.softcap, self._rules.bound.spec.score
+        if softcap is not None:
+            grad = _select(grad * (1 - (self.scores / softcap).square()), masked)
+        if score is None or self._env is None:
             return grad
-        if not self.scores.requires_grad:
-            return torch.zeros_like(grad)
-        inputs = [self.raw, *(load.pairs for load in self.loads)]
-        own, *others = torch.autograd.grad(self.scores, inputs, grad, allow_unused=True)
-        for load, other in zip(self.loads, others, strict=True):
-            if other is not None:
-                load.add(_select(other, masked))
-        return torch.zeros_like(grad) if own is None else _select(own, masked)
+        derivatives = _derivatives(score)
+        for load, by in derivatives.loads:
+            if load.attr in self._totals:
+                share = _select(grad * evaluate(by, self._env), masked)
+                _add(load, self._env, share, self._totals[load.attr])
+        return _select(grad * evaluate(derivatives.score, self._env), masked)
 
 
-@dataclass(frozen=True, eq=False)
-class Load:
-    """Elements of a float tensor, one for each pair of a block, and where they come from."""
-
-    pairs: torch.Tensor
-    indices: tuple[torch.Tensor, ...]
-    shape: torch.Size
-    total: torch.Tensor
-
-    @staticmethod
-    def of(node: Expr, env: Env, like: torch.Tensor, total: torch.Tensor) -> Load:
-        tensor = env.tensors[node.attr]
-        indices = tuple(
-            evaluate(position, env).clamp(0, size - 1)
-            for position, size in zip(node.args, tensor.shape, strict=True)
-        )
-        elements = (tensor[indices] if indices else tensor).detach()
-        pairs = elements.to(like.dtype).expand(like.shape).requires_grad_()
-        return Load(pairs, indices, elements.shape, total)
-
-    def add(self, grad: torch.Tensor) -> None:
-        grad = grad.sum_to_size(self.shape)
-        if self.indices:
-            self.total.index_put_(self.indices, grad, accumulate=True)
-        else:
-            self.total.add_(grad)
+def _add(load: Expr, env: Env, grad: torch.Tensor, total: torch.Tensor) -> None:
+    """Add what the pairs of a block say of the elements that a load reads there."""
+    indices = tuple(
+        evaluate(position, env).clamp(0, size - 1)
+        for position, size in zip(load.args, total.shape, strict=True)
+    )
+    if indices:
+        grad = grad.sum_to_size(total[indices].shape)
+        total.index_put_(indices, grad, accumulate=True)
+    else:
+        total.add_(grad.sum())
 
 
 def _per_batch(value: int | torch.Tensor, block: Block) -> torch.Tensor:

@@ -3,6 +3,23 @@ at operators (`torch.compile`, dispatch modes, tensor subclasses) `torch.ops.fla
 
 from __future__ import annotations
 
-from .eager import attention
+from typing import Any
 
-__all__ = ["attention"]
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .eager import attention
+from .engine import arguments_of
+
+__all__ = ["arguments_of", "as_operators", "attention"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_operators(*tensors: Any) -> bool:
+    """Whether somebody looks at a call's operators: then it must consist of such.
+
+    Otherwise the autograd function is called, which saves the dispatcher's boxing."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return True
+    return any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in tensors)

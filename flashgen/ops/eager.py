@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +40,11 @@ def attention(
     return out, lse
 
 
+def _signed(function: Callable[..., Any]) -> staticmethod[..., Any]:
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return staticmethod(function)
+
+
 class _Function(torch.autograd.Function):
     """What neither direction has: rules for vmap and for forward derivatives."""
 
@@ -58,15 +65,11 @@ class _Function(torch.autograd.Function):
 
 
 class _Attention(_Function):
-    @staticmethod
-    def forward(
-        made: Engine,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        *data: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    # Of an engine, q, k, v, sinks and data. Functions with a `setup_context`, which torch.func asks
+    # for, have their signature read at each call: a kept one of a single parameter is soon read.
+    @_signed
+    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+        made, q, k, v, sinks, *data = inputs
         with no_autocast(q.device):
             return made.forward(q, k, v, sinks, data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -15,7 +15,11 @@ from ..expr import leaves
 from ..geometry import Geometry
 from ..kernel_names import spell
 from ..launch_backward import Saved
+from ..schedule import Schedule
 from ..spec import Bound
+
+if TYPE_CHECKING:
+    from ..call import Call
 
 Gradients = tuple["torch.Tensor | None", ...]
 
@@ -54,6 +58,18 @@ def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
 
         return cpu.Walk(bound, **arguments)
     return Kernels(bound, hopper=backend == "hopper", **arguments)
+
+
+def arguments_of(call: Call, schedule: Schedule, deterministic: bool) -> dict[str, Any]:
+    """What an engine is made with, beside its spec."""
+    return {
+        "geometry": call.geometry,
+        "schedule": schedule,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "dropout": call.dropout,
+        "deterministic": deterministic,
+    }
 
 
 class Kernels:

@@ -45,8 +45,13 @@ def make_schedule(
         runs,
         geometry.group if spec.uses("h_kv") else None,
         geometry.packing,
-        tuple((bound.tensors[table.tensor], table.dim) for table in tables_of(spec.mask)),
+        sources_of(bound),
     )
+
+
+def sources_of(bound: Bound) -> tuple[tuple[torch.Tensor, int], ...]:
+    """The mask's data whose ranges kernels may ask for."""
+    return tuple((bound.tensors[t.tensor], t.dim) for t in tables_of(bound.spec.mask))
 
 
 def has_long_rows(bound: Bound, geometry: Geometry) -> bool:

@@ -52,12 +52,20 @@ def run_capacity(mask: Expr | None, tiles: int) -> int:
     A mask that compares key positions with what is fixed for a query changes few times along a
     row; any other one at most at every second tile. A row with more runs than there is room for
     becomes one masked run, so this costs time and never truth."""
-    most = min(tiles // 2 + 1, MOST_RUNS)
     changes = 0 if mask is None else _changes(mask)
-    return most if changes is None else min(most, 2 * changes + 2)
+    most = MOST_RUNS if changes is None else min(MOST_RUNS, 2 * changes + 2)
+    # Of a graph whose lengths vary, the number of tiles is a symbol.
+    capacity: int = torch.sym_min(tiles // 2 + 1, most)  # type: ignore[no-untyped-call]
+    return capacity
 
 
 @functools.lru_cache(maxsize=1024)
+def column_capacity(rows: int) -> int:
+    """How many runs a column of so many tiles may have."""
+    capacity: int = torch.sym_min(rows // 2 + 1, MOST_RUNS)  # type: ignore[no-untyped-call]
+    return capacity
+
+
 def _changes(mask: Expr) -> int | None:
     """How many comparisons with the key's position a mask has; None if it reads keys otherwise."""
     count = 0

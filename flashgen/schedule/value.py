@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from ..order import Ranges, find_ranges
 from ..storage import Packing
 from .classify import FULL, PARTIAL
-from .runs import MOST_RUNS, Runs, Visits, compact, visits
+from .runs import Runs, Visits, column_capacity, compact, visits
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Schedule:
     packing: Packing | None = None
     # The mask's data whose ranges kernels may ask for, and along which dimension.
     _sources: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False)
+    _q_runs: Runs | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -98,23 +100,37 @@ class Schedule:
 
     def visits(self, group: int) -> Visits:
         """Runs along the rows that any of `group` query heads visits; made once."""
-        kept: dict[int, Visits] = self.__dict__.setdefault("_visits", {})
-        if group not in kept:
-            if self.device.type == "cpu":
-                kept[group] = visits(self.states, group)
-            else:
-                from ..plan import visits as visits_on_device
+        made: Visits = self._kept(f"visits {group}", lambda: self._visits(group))
+        return made
 
-                kept[group] = visits_on_device(self.states, group)
-        return kept[group]
+    def _visits(self, group: int) -> Visits:
+        if self.device.type == "cpu":
+            return visits(self.states, group)
+        from ..plan import visits as visits_on_device
 
-    @cached_property
+        return visits_on_device(self.states, group)
+
+    @property
     def q_runs(self) -> Runs:
         """Runs along the columns: what gradients of keys and values consume."""
+        made: Runs = self._q_runs or self._kept("q_runs", self._transpose)
+        return made
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made when it was first asked for; but a CUDA graph's has no contents before the
+        graph is replayed, and isn't kept."""
+        made = self.__dict__.get(name)
+        if made is None:
+            made = make()
+            if not is_capturing(self.device):
+                self.__dict__[name] = made
+        return made
+
+    def _transpose(self) -> Runs:
         if self.device.type != "cpu":
             from ..plan import compact as compact_on_device
 
-            capacity = min(-(-self.q_len // self.block_size[0]) // 2 + 1, MOST_RUNS)
+            capacity = column_capacity(-(-self.q_len // self.block_size[0]))
             given = (self.states, self.kv_len, self.kv_lens, self.block_size, capacity)
             return compact_on_device(*given, by_key=True, packing=self.packing)
         if self.packing is not None:
@@ -133,10 +149,14 @@ class Schedule:
         ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
         return compact(columns, ragged, by_key=True)
 
-    @cached_property
+    @property
     def ranges(self) -> tuple[Ranges, ...]:
         """Where equal elements of the mask's data lie, for each of `order.tables_of(mask)`: found
         when a kernel that has a form for data in order first asks."""
+        found: tuple[Ranges, ...] = self._kept("ranges", self._find_ranges)
+        return found
+
+    def _find_ranges(self) -> tuple[Ranges, ...]:
         if self.device.type == "cpu":
             return tuple(find_ranges(tensor, dim) for tensor, dim in self._sources)
         from ..plan import find_ranges as find_on_device
@@ -199,7 +219,10 @@ class Schedule:
     @property
     def nbytes(self) -> int:
         """Bytes held: the states, and the runs and ranges of data made so far."""
-        runs = (self.__dict__.get("kv_runs", self._kv_runs), self.__dict__.get("q_runs"))
+        runs = (
+            self.__dict__.get("kv_runs", self._kv_runs),
+            self.__dict__.get("q_runs", self._q_runs),
+        )
         made: list[Runs] = [r for r in runs if r is not None]
         ranges: tuple[Ranges, ...] = self.__dict__.get("ranges", ())
         return self.states.numel() + sum(x.nbytes for x in made) + sum(x.nbytes for x in ranges)
@@ -213,6 +236,11 @@ class Schedule:
         from ..show import schedule_text
 
         return schedule_text(self)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made of what runs now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _count(states: torch.Tensor, kind: int) -> torch.Tensor:

@@ -105,6 +105,10 @@ class Leaf:
                 names[parameter.name] = changes[public]
         return replace(self, names=names, _traces={})
 
+    def without_data(self) -> Leaf:
+        """The function alone, nothing bound to it and nothing traced."""
+        return replace(self, bound={}, _traces={})
+
     def traced(self, types: Mapping[str, Any], names: Mapping[str, str]) -> Traced:
         key = (tuple(sorted(types.items())), tuple(sorted(names.items())))
         if key not in self._traces:

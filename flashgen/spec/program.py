@@ -66,14 +66,16 @@ class Program:
         call: object,
         spread: frozenset[str] = frozenset(),
         lengths: Mapping[str, int] = MappingProxyType({}),
+        check: bool = True,
     ) -> Bound:
         """Check names and kinds of a call's data, and trace. Raises FlashgenError.
 
         `spread`: which of b, h and h_kv take several values; a dimension of size 1 stands for all
         of them, and a schedule need not tell them apart. `lengths`: what masks' own checks may ask
-        for of a call, `q_len`, `kv_len` and `q_offset`."""
+        for of a call, `q_len`, `kv_len` and `q_offset`. `check`: run the masks' own checks; False
+        where values only stand in for those of a call."""
         self._check_given(data, call)
-        names, values = _assign_names(self.leaves, data)
+        names, values = self.assigned(data)
         arguments = {
             leaf_names[p.name]: Argument(leaf_names[p.name], p.type, p.role == "const")
             for leaf, leaf_names in zip(self.leaves, names, strict=True)
@@ -81,7 +83,9 @@ class Program:
         }
         values = {n: _value(arguments[n], v, call) for n, v in values.items()}
         for leaf, mine in zip(self.leaves, names, strict=True):
-            leaf.run_check({**lengths, **{own: values[name] for own, name in mine.items()}}, call)
+            if check:
+                own = {own: values[name] for own, name in mine.items()}
+                leaf.run_check({**lengths, **own}, call)
         types = {n: _type(arguments[n], v, spread) for n, v in values.items()}
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
         spec, captured = self._traced(names, types, dtypes, call)
@@ -91,6 +95,11 @@ class Program:
             {s.name: values[s.name] for s in spec.scalars},
             {t.name: values[t.name] for t in spec.tensors},
         )
+
+    def assigned(self, data: Mapping[str, Any]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        """For each leaf, its parameters and the names they have in the call; and each name's
+        value, given or bound early."""
+        return _assign_names(self.leaves, data)
 
     def _check_given(self, data: Mapping[str, Any], call: object) -> None:
         known = [a.name for a in self.params]

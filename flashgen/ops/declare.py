@@ -1,0 +1,146 @@
+"""What a graph's operators are told of a declaration, found out while the graph is made.
+
+`torch.compile` runs these functions as they are, on the declaration and on constants, and takes
+their results for constants (it guards on the declaration's identity)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import FlashgenError
+from ..geometry import Geometry
+from ..schedule.make import has_long_rows
+from ..spec import Bound, Program
+from .form import Form, register
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _constant(function: _F) -> _F:
+    """Dynamo runs the function and takes its result for a constant."""
+    made: _F = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return made
+
+
+_CPU = torch.device("cpu")
+# Lengths at which the tile is chosen: a graph serves any.
+_LONG = 1 << 20
+
+
+@_constant
+def constants_of(program: Program) -> tuple[str, ...]:
+    """Names of data that is baked into kernels."""
+    return tuple(a.name for a in program.params if a.const)
+
+
+@_constant
+def names_of(program: Program) -> tuple[str, ...]:
+    """Names of the data that a call may give."""
+    return tuple(a.name for a in program.params)
+
+
+@_constant
+def refuse_schedule(program: Program) -> None:
+    """`Attention.schedule` inside a graph. Raises FlashgenError."""
+    raise FlashgenError(
+        "a schedule is asked for inside torch.compile, and it isn't a graph's value",
+        call=f"{program.name}.schedule",
+        write="no schedule: layers that need the same one share it in the graph; or one that is "
+        "made outside, and given to the compiled function",
+    )
+
+
+@_constant
+def declare(
+    program: Program,
+    names: tuple[Any, ...],
+    how: tuple[Any, ...],
+    spread: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    v_head_dim: int,
+) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int]]:
+    """Trace the declaration for data of these kinds, and register what operators must know.
+
+    `names` are `graph.Sorted.names`; `how`: backend, deterministic, tile (None: chosen here), what
+    a given schedule was made for, and how many lists of runs are made. Returns the form's digest,
+    the names of the data that the call gives, the tensors that the declaration holds itself, and
+    the tile.
+    Raises FlashgenError for data that don't fit the declaration."""
+    tensors, ints, static, kinds = names
+    backend, deterministic, block, made_for, lists = how
+    stand_ins = {kind[0]: _stand_in(*kind[1:]) for kind in kinds}
+    bound = program.bind(stand_ins, program.name, frozenset(spread), check=False)
+    given = tuple(n for n, x in stand_ins.items() if isinstance(x, torch.Tensor))
+    kept = {n: x for n, x in bound.tensors.items() if x is not stand_ins.get(n)}
+    varying = {kind[0] for kind in kinds if kind[1] != "static"}
+    assigned, values = program.assigned(stand_ins)
+    numbers = {**values, **bound.scalars}.items()
+    fixed = {n: x for n, x in numbers if n not in varying and not isinstance(x, torch.Tensor)}
+    if block is None:
+        block = _block_size(bound, backend, dtype, device, head_dim, v_head_dim)
+    form = Form(
+        bound.spec,
+        program.name,
+        program.flex_function,
+        program.softcap,
+        program.sinks,
+        tensors,
+        ints,
+        static,
+        (*given, *kept),
+        tuple(kind[0] for kind in kinds if kind[1] == "float"),
+        tuple(kind[0] for kind in kinds if kind[1] == "int"),
+        tuple(sorted(fixed.items())),
+        backend,
+        deterministic,
+        tuple(block),
+        made_for,
+        lists,
+        _checks(program, assigned),
+    )
+    return register(form), given, tuple(kept.values()), form.block_size
+
+
+def _stand_in(kind: str, *rest: Any) -> Any:
+    """A value of the kind, for tracing. The smallest integer: a window is taken to be short."""
+    if kind == "tensor":
+        dtype, ndim, single, device = rest
+        if ndim == 0 and device.type == "cpu":
+            return torch.ones((), dtype=dtype)
+        shape = [1 if dim in single else 2 for dim in range(ndim)]
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return {"int": 1, "float": 1.0}[kind] if kind != "static" else rest[0]
+
+
+def _block_size(
+    bound: Bound,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    v_head_dim: int,
+) -> tuple[int, int]:
+    """The tile that the kernel works on, for lengths that aren't known."""
+    from .. import backends
+
+    q, v = (torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (head_dim, v_head_dim))
+    name = bound.spec.name
+    choice = backends.choose(_on(device, backend), device, dtype, name, tensors=(q, q, v))
+    long_rows = has_long_rows(bound, Geometry(1, 1, 1, _LONG, _LONG, _CPU))
+    return backends.block_size(choice.name, device, dtype, head_dim, v_head_dim, long_rows)
+
+
+def _on(device: torch.device, backend: str) -> str:
+    """Without a GPU all kernels have the interpreter's tile."""
+    return "auto" if device.type == "cpu" else backend
+
+
+def _checks(program: Program, assigned: list[dict[str, str]]) -> Any:
+    """Leaves with a check of their own, without what is bound to them: a form holds no tensor."""
+    pairs = zip(program.leaves, assigned, strict=True)
+    return tuple((leaf.without_data(), tuple(names.items())) for leaf, names in pairs if leaf.check)
