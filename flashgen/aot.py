@@ -120,28 +120,34 @@ def compile_forward(
     v_head_dim: int | None = None,
     variant: emit.Variant | None = None,
     tiling: Tiling | None = None,
+    page_size: int = 16,
 ) -> Compiled:
     """Compile a spec's forward kernel for a target of `TARGETS`.
 
     `variant` says what is not the default of a call with these head dimensions; it has its own,
-    which count then. `tiling`: by default what a call on this target takes."""
+    which count then. `tiling`: by default what a call on this target takes. `page_size`: of a
+    variant of paged keys."""
     variant = variant or emit.Variant(head_dim, v_head_dim or head_dim)
     if tiling is None:
         dims = (variant.head_dim, variant.v_head_dim)
         tiling = choose(target_of(*TARGETS[target]), dtype, *dims)
-    return compile_kernel(target, *forward_launch(spec, variant, dtype, tiling))
+    return compile_kernel(target, *forward_launch(spec, variant, dtype, tiling, page_size))
 
 
 Launch = tuple[Any, list[Any], Mapping[str, Any], Tiling]
 
 
-def forward_launch(spec: Spec, variant: emit.Variant, dtype: torch.dtype, tiling: Tiling) -> Launch:
+def forward_launch(
+    spec: Spec, variant: emit.Variant, dtype: torch.dtype, tiling: Tiling, page_size: int = 16
+) -> Launch:
     """The kernel, and arguments and compile-time values that stand for a call's."""
     generated = launch.generate(spec, variant)
     module = cache.module(generated.name, generated.text, launch.key_parts())
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     block = (tiling.block_m, tiling.block_n)
     constants = launch.constants_of(sample, [sample], tiling, block)
+    if variant.keys == "paged":
+        constants["PAGE_SIZE"] = page_size
     values = _placeholders(generated.arguments, spec, dtype)
     return module.attention_forward, values, constants, tiling
 
@@ -188,16 +194,17 @@ def compile_plan(made: PlanModule, spec: Spec, target: str) -> dict[str, Compile
     return compiled
 
 
-def compile_compaction(target: str, *, by_key: bool = False) -> Compiled:
+def compile_compaction(target: str, *, by_key: bool = False, packed: bool = False) -> Compiled:
     """Compile the kernel that turns states into runs, of any mask."""
-    generated = plan.compaction()
+    generated = plan.compaction(packed)
     module = cache.module(generated.name, generated.text, launch.key_parts())
     pointers = {"states_ptr": torch.int8}
     values = [
         torch.empty(0, dtype=pointers.get(name, torch.int32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
-    constants = {"HAS_LENS": True, "TILE_N": 64, "BY_KEY": by_key, "CHUNK": plan.CHUNK}
+    constants = {"TILE_N": 64, "BY_KEY": by_key, "CHUNK": plan.CHUNK}
+    constants |= {"TILE_M": 64} if packed else {"HAS_LENS": True}
     return compile_kernel(target, module.compact, values, constants, _PLANNING)
 
 

@@ -36,7 +36,7 @@ def test_each_example_is_run_here():
     programs = {name for name in NAMES if "__main__" in (EXAMPLES / f"{name}.py").read_text()}
     training = {f"train_{what}" for what in TRAINING}
     assert programs - training == {
-        "causal_documents", "first_mask", "flex_functions", "share_schedule"
+        "causal_documents", "first_mask", "flex_functions", "generate_paged", "share_schedule"
     }  # fmt: skip
     assert training <= programs
 
@@ -168,3 +168,12 @@ def test_every_setting_is_documented():
     rows = re.findall(r"^\| `(FLASHGEN_\w+)` \|", page, re.MULTILINE)
     settings = [setting.variable for setting in fg.config.settings()]
     assert [row for row in rows if not row.startswith("FLASHGEN_TEST_")] == settings
+
+
+def test_generation_agrees_with_the_model_run_from_scratch(load):
+    """Chunks of prompts and single tokens in one call; windows give their pages back."""
+    worst, caches = load("generate_paged").main(["--device", "cpu", "--steps", "8"])
+    assert worst < 2e-4
+    whole, windowed = (sum(map(len, caches[i].held)) for i in (0, 1))
+    assert windowed < whole
+    assert all(cache.k.isnan().any() for cache in caches), "unused slots are NaN, and stay behind"

@@ -20,15 +20,14 @@ POINTERS = {
     "counts": torch.int32, "masked_runs": torch.int32, "full_runs": torch.int32,
     "kv_lens_ptr": torch.int32, "q_offset_ptr": torch.int32, "states": torch.int8,
     "lse_ptr": torch.float32, "grad_lse_ptr": torch.float32, "lse_log2_ptr": torch.float32,
-    "delta_ptr": torch.float32,
+    "delta_ptr": torch.float32, "sequences_ptr": torch.int32, "cu_seqlens_q_ptr": torch.int32,
+    "cu_seqlens_kv_ptr": torch.int32,
 }  # fmt: skip
 
 
 def spec_of(attention: Any, **data: Any) -> Spec:
     q = torch.empty(1, 1, 16, 16)
-    return attention._check(
-        q, q, q, scale=None, q_offset=None, sinks=None, kv_lens=None, data=data
-    ).bound.spec
+    return attention._check_look(q, q, q, data).bound.spec
 
 
 def compile_backward(
