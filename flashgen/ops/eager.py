@@ -94,10 +94,6 @@ class _Attention(_Function):
         return None, *run(*given)
 
 
-# PyTorch asks for it at every call, and would look at the function's code each time.
-_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
-
-
 def _gradients(
     made: Engine,
     needed: tuple[bool, ...],
