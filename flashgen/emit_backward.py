@@ -128,12 +128,14 @@ def ignores_score(spec: Spec) -> bool:
     return derivatives_of(spec).score == ZERO
 
 
-def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
-    """The backward kernels of a spec, as far as they are wanted."""
+def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = False) -> Module:
+    """The backward kernels of a spec, as far as they are wanted.
+
+    `repairs`: they compute only the blocks that Hopper's kernels found to be spoilt."""
     given, spec = spec, with_tables(spec)
     by_query = _math(spec, variant, wanted, "q")
     by_key = _math(given, variant, wanted, "kv")
-    prepare, queries, keys = _kernels(given, variant, wanted)
+    prepare, queries, keys = _kernels(given, variant, wanted, ["spoilt_ptr"] * repairs)
     helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
     helpers |= {term.how for term in by_query.terms} & {"add_exactly"}
@@ -145,6 +147,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
             header=header(given, ""),
             helpers=sorted(helpers),
             grads=wanted,
+            repairs=repairs,
             prepare=prepare,
             queries=queries,
             keys=keys,
@@ -175,7 +178,8 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted) -> Module:
         tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys)
     )
     per_pair = any(term.axes == "both" for term in by_query.terms)
-    return Module(f"{name}{variant.suffix}_bwd", tidy(text), first, second, third, per_pair)
+    kind = "repair_bwd" if repairs else "bwd"
+    return Module(f"{name}{variant.suffix}_{kind}", tidy(text), first, second, third, per_pair)
 
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
@@ -264,7 +268,9 @@ def _strides(*letters: str) -> tuple[str, ...]:
     return tuple(f"stride_{letter}{dim}" for letter in letters for dim in "bhs")
 
 
-def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kernel, Kernel]:
+def _kernels(
+    spec: Spec, variant: Variant, wanted: Wanted, flags: list[str]
+) -> tuple[Kernel, Kernel, Kernel]:
     pointers = ["out_ptr", "grad_out_ptr", *(["grad_lse_ptr"] if wanted.lse else []), "lse_ptr"]
     strides = _strides("o", "g")
     prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(f"{s}: tl.int64" for s in strides)]
@@ -277,7 +283,7 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
     queries = _attention_kernel(
         with_tables(spec),
         variant,
-        ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
+        flags + ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
         ["dq"] * wanted.q,
         ["q_tiles: tl.int32"] if variant.packed else ["heads: tl.int32"],
         ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"),
@@ -285,7 +291,7 @@ def _kernels(spec: Spec, variant: Variant, wanted: Wanted) -> tuple[Kernel, Kern
     keys = _attention_kernel(
         spec,
         variant,
-        ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
+        flags + ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
         ["dk"] * wanted.k + ["dv"] * wanted.v,
         [*_KEY_SIZES[variant.packed], "q_tiles: tl.int32", "kv_tiles: tl.int32"],
         (*("b", "h_kv", "block", "heads", "first_member"), *_PLACE[: 2 * variant.packed]),

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import hopper as instructions
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan as PropagateNan
 
-tma, mbarrier = instructions.tma, instructions.mbarrier
+tma, mbarrier, async_copy = instructions.tma, instructions.mbarrier, instructions.async_copy
 fence_async_shared = instructions.fence_async_shared
 warpgroup_mma = instructions.warpgroup_mma
 warpgroup_mma_wait = instructions.warpgroup_mma_wait
@@ -47,6 +47,24 @@ def _wait_stores(pendings: int, _semantic: Any = None) -> None:
 
 
 wait_stores = builtin(_wait_stores)
+
+
+@gluon.jit
+def sync_at(number):  # type: ignore[no-untyped-def]
+    """Until two warpgroups are at a named barrier: they arrive here, or by `arrive_at`.
+
+    Gluon has no named barriers; Triton takes the numbers below 8 for itself."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def arrive_at(number):  # type: ignore[no-untyped-def]
+    """Arrive at a named barrier, and go on."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
+    )
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]

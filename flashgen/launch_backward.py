@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import cache, data_gradients, emit
+from . import cache, data_gradients, emit, launch_hopper_backward
 from .dropout import Dropout
 from .emit_backward import Module, Wanted, ignores_score
 from .emit_backward import backward as emit_backward
@@ -64,16 +64,16 @@ class Saved:
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant, wanted: Wanted) -> Module:
-    """The text of the backward kernels."""
-    return emit_backward(spec, variant, wanted)
+def generate(spec: Spec, variant: emit.Variant, wanted: Wanted, repairs: bool = False) -> Module:
+    """The text of the backward kernels; `repairs`: for what Hopper's kernels leave to them."""
+    return emit_backward(spec, variant, wanted, repairs=repairs)
 
 
 @functools.lru_cache(maxsize=1024)
 def _module(
-    spec: Spec, variant: emit.Variant, wanted: Wanted, parts: tuple[str, ...]
+    spec: Spec, variant: emit.Variant, wanted: Wanted, repairs: bool, parts: tuple[str, ...]
 ) -> tuple[Any, Module]:
-    made = generate(spec, variant, wanted)
+    made = generate(spec, variant, wanted, repairs)
     return cache.module(made.name, made.text, parts), made
 
 
@@ -127,9 +127,8 @@ def tilings(
 ) -> _Pair:
     """The blocks of the two kernels on a schedule's tiles: (block_m queries, block_n keys) each.
 
-    A score function's derivative wants registers, and so does dropout: small blocks for them.
-    `per_pair`: the first kernel writes gradients of data for each pair, at addresses that take as
-    many as its products."""
+    A score function's derivative wants registers: small blocks for it. `per_pair`: the first one
+    writes gradients of data for each pair, at addresses that take as many as its products."""
     queries, keys = _tilings(target, dtype, head_dim, v_head_dim, block_size, has_score)
     if per_pair and target.backend != "interpret":
         warps = 8 if target.backend == "cuda" else 4
@@ -178,15 +177,25 @@ def backward(
     sinks_wanted: bool = False,
     deterministic: bool = False,
     dropout: Dropout | None = None,
+    hopper: bool = False,
 ) -> Gradients:
-    """Gradients of the portable forward; `deterministic`: equal bit by bit from run to run."""
+    """Gradients of either forward; `deterministic`: equal bit by bit from run to run.
+
+    `hopper`: by Hopper's kernels where they can."""
+    saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
-    grads = _allocate(saved, wanted, kernels, bound, geometry)
+    on_hopper = hopper and not _obstacle_to_hopper(
+        saved, wanted, bound, geometry, schedule, scale, deterministic, dropout is not None
+    )
+    if on_hopper:
+        kernels = replace(kernels, q=True, k=True, v=True)
+    grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry)
     if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
-    saved = _unit_strides(saved)
-    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout)
+    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout, on_hopper)
     run.prepare()
+    if on_hopper:
+        run.on_hopper(grads)
     if kernels.by_query:
         run.by_query(grads)
     if kernels.by_key:
@@ -204,6 +213,26 @@ def _kernels(
     exact = deterministic and len(stored) < len(wanted.data) and saved.q.dtype != torch.float64
     kernels = replace(wanted, lse=saved.grad_lse is not None, stored=stored, exact=exact)
     return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
+
+
+def _obstacle_to_hopper(
+    saved: Saved,
+    wanted: Wanted,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    deterministic: bool,
+    dropout: bool,
+) -> str:
+    dims = (saved.q.shape[-1], saved.v.shape[-1])
+    size = schedule.block_size
+    problem = launch_hopper_backward.obstacle(
+        bound, geometry, dims, saved.q.dtype, size, wanted, scale, deterministic, dropout
+    )
+    tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return problem or launch_hopper_backward.can_describe(given)
 
 
 def _allocate(
@@ -247,6 +276,9 @@ def _without_pairs(
 def _unit_strides(saved: Saved) -> Saved:
     """Tensors as the kernels read them: unit last strides, a gradient of the output."""
     grad_out = torch.zeros_like(saved.out) if saved.grad_out is None else saved.grad_out
+    if 0 in grad_out.stride():
+        # Of a sum: TMA reads no rows that are one row.
+        grad_out = grad_out.contiguous()
     q, k, v, grad_out = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (saved.q, saved.k, saved.v, grad_out)
     )
@@ -279,23 +311,22 @@ class _Run:
         scale: float,
         softcap: float | None,
         dropout: Dropout | None,
+        repairs: bool,
     ) -> None:
         self.saved, self.geometry, self.schedule = saved, geometry, schedule
         head_dim, v_head_dim = saved.q.shape[-1], saved.v.shape[-1]
-        variant = variant_of(bound, geometry, head_dim, v_head_dim, dropout is not None)
-        self.module, self.made = _module(bound.spec, variant, wanted, key_parts())
+        self.spec = bound.spec
+        self.variant = variant_of(bound, geometry, head_dim, v_head_dim, dropout is not None)
+        made = _module(bound.spec, self.variant, wanted, repairs, key_parts())
+        self.module, self.made = made
         target = current_target(saved.q.device)
         dims = (head_dim, v_head_dim)
         changed = bound.spec.score is not None or softcap is not None
         self.tilings = tilings(
-            target,
-            saved.q.dtype,
-            *dims,
-            schedule.block_size,
-            changed or dropout is not None,
-            self.made.per_pair,
+            target, saved.q.dtype, *dims, schedule.block_size, changed, self.made.per_pair
         )
         tile, is_packed = schedule.block_size[0], geometry.packing is not None
+        self.spoilt: dict[str, torch.Tensor] = {}
         # The prepared rows are laid out in the schedule's tiles, for all kernels alike.
         self.padded_len = schedule.states.shape[2] * tile
         self.batch = 1 if is_packed else geometry.batch
@@ -330,10 +361,25 @@ class _Run:
         names, kernel = self.made.prepare, self.module.prepare_rows
         launch(kernel, names, self.values, constants, _PREPARE, programs)
 
+    def on_hopper(self, grads: Gradients) -> None:
+        """All gradients, but for what isn't finite: `by_query` and `by_key` look at that again."""
+        assert grads.q is not None
+        assert grads.k is not None
+        assert grads.v is not None
+        self.spoilt = launch_hopper_backward.backward(
+            self.spec,
+            self.variant,
+            {**self.values, **_key_schedule(self.schedule)},
+            self.geometry,
+            self.schedule.block_size,
+            (grads.q, grads.k, grads.v),
+        )
+
     def by_query(self, grads: Gradients) -> None:
         """Gradients of the queries, and of data."""
         tiling, geometry = self.tilings[0], self.geometry
         values = {**self.values, **schedule_values(self.schedule), "grad_q_ptr": grads.q}
+        values["spoilt_ptr"] = self.spoilt.get("q")
         values |= {f"grad_{name}_ptr": grad for name, grad in grads.data.items()}
         results = [] if grads.q is None else [grads.q]
         if grads.q is not None:
@@ -351,13 +397,16 @@ class _Run:
         if geometry.packing is not None:
             blocks = values["kv_rows"] * (self.schedule.block_size[1] // tiling.block_n)
         programs = blocks * geometry.kv_heads
-        parts = self._parts(programs)
+        parts = 1 if self.spoilt else self._parts(programs)
         values |= {"batch": geometry.batch, "members": geometry.group // parts}
+        values["spoilt_ptr"] = self.spoilt.get("kv")
         results = []
         for name, grad in (("k", grads.k), ("v", grads.v)):
             # Zeros that are wanted where the score is ignored: no kernel writes them.
             if grad is not None and f"grad_{name}_ptr" in self.made.keys:
-                result = grad if geometry.group == 1 else self._partial(grad, parts)
+                # A repair writes few blocks, into what the others have.
+                is_whole = geometry.group == 1 or self.spoilt
+                result = grad if is_whole else self._partial(grad, parts)
                 values |= {f"grad_{name}_ptr": result, **_strides(f"d{name}", result)}
                 results.append((grad, result))
         constants = self._constants(tiling, [result for _, result in results])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from . import (
     cache,
@@ -12,6 +13,7 @@ from . import (
     launch_backward,
     launch_decode,
     launch_hopper,
+    launch_hopper_backward,
     plan,
 )
 from .backends import Choice
@@ -50,13 +52,28 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     spec, variant = _kernel_of(call)
     made = _forward(call, choice, kernel)
     if call.geometry.pages is None and not kernel.decodes:
-        backward = launch_backward.generate(spec, variant, Wanted())
-        made.append(emit.Generated(backward.name, backward.text, ()))
+        made += _backward(call, choice)
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
         made.append(plan.generate(spec, planning).generated)
     listing = emit_decode.visiting() if kernel.decodes else plan.compaction(variant.packed)
     return [*made, listing]
+
+
+def _backward(call: Call, choice: Choice) -> list[emit.Generated]:
+    spec, variant = _kernel_of(call)
+    on_hopper = choice.name == "hopper" and not _no_hopper_backward(call)
+    modules: list[Any] = [launch_backward.generate(spec, variant, Wanted(), repairs=on_hopper)]
+    if on_hopper:
+        modules.insert(0, launch_hopper_backward.generate(spec, variant))
+    return [emit.Generated(made.name, made.text, ()) for made in modules]
+
+
+def _no_hopper_backward(call: Call, block_size: tuple[int, int] = (128, 128)) -> str:
+    """Why the gradients of a call with Hopper's forward come from portable kernels."""
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    given = (call.bound, call.geometry, dims, call.q.dtype, block_size, Wanted(), call.scale)
+    return launch_hopper_backward.obstacle(*given, dropout=call.dropout is not None)
 
 
 def _path(generated: emit.Generated) -> str:
@@ -92,7 +109,9 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
     if kernel.decodes:
         return describe(call, schedule)
     if choice.name == "hopper":
-        return str(launch_hopper.shape_for(*dims, schedule.block_size[1]))
+        problem = _no_hopper_backward(call, schedule.block_size)
+        backward = f"portable; {problem}" if problem else "hopper"
+        return f"{launch_hopper.shape_for(*dims, schedule.block_size[1])}\nbackward: {backward}"
     target = launch.current_target(call.q.device)
     return str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
 

@@ -65,3 +65,43 @@ def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert launched == ["attention_forward", "repair_rows"]
+
+
+def run(call: Any, schedule: Any, deterministic: bool = False) -> Any:
+    arguments = ops.arguments_of(call, schedule, deterministic)
+    return ops.attention(call.q, call.k, call.v, backend="hopper", bound=call.bound, **arguments)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    ("attention", "data"),
+    [
+        (fg.Attention(), {}),
+        (fg.Attention(mask=masks.causal_document, softcap=20.0), {"doc": torch.zeros(2, 200)}),
+    ],
+    ids=["full", "documents"],
+)
+def test_backward(launched: list[str], attention: Any, data: Any, kv_heads: int) -> None:
+    data = {n: x.int() for n, x in data.items()}
+    q, k = (torch.randn(2, h, 200, 64, dtype=torch.bfloat16) for h in (4, kv_heads))
+    tensors = [x.requires_grad_() for x in (q, k, k.clone())]
+    call = attention._check_look(*tensors, data)
+    schedule = attention.schedule(q, k, block_size=(128, 128), **data)
+    out, lse = run(call, schedule)
+    launched.clear()
+    grads = torch.autograd.grad((out.sum(), lse.sum()), tensors)
+    assert [g.shape for g in grads] == [x.shape for x in tensors]
+    sums = ["finish_queries", *["finish_keys"] * (kv_heads == 2)]
+    repairs = ["attention_backward_q", "attention_backward_kv"]
+    assert launched == ["prepare_rows", "attention_backward", *sums, *repairs]
+
+
+def test_deterministic_gradients_are_portable(launched: list[str]) -> None:
+    attention = fg.Attention(mask=masks.causal)
+    tensors = [torch.randn(1, 2, 200, 64).bfloat16().requires_grad_() for _ in range(3)]
+    call = attention._check_look(*tensors, {})
+    schedule = attention.schedule(*tensors, block_size=(128, 128))
+    out, _ = run(call, schedule, deterministic=True)
+    launched.clear()
+    torch.autograd.grad(out.sum(), tensors)
+    assert launched == ["prepare_rows", "attention_backward_q", "attention_backward_kv"]

@@ -79,6 +79,7 @@ class Kernels:
         self, bound: Bound, *, deterministic: bool = False, hopper: bool = False, **arguments: Any
     ) -> None:
         self._run_forward = launch_hopper.forward if hopper else launch.forward
+        self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
         self._arguments = arguments
         self.geometry = arguments["geometry"]
@@ -110,6 +111,7 @@ class Kernels:
             sinks=sinks,
             sinks_wanted=needed[3],
             deterministic=self._deterministic or _must_be_deterministic(),
+            hopper=self._hopper,
             **self._arguments,
         )
         of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 import flashgen as fg
-from flashgen import emit, launch, launch_hopper, masks, plan
+from flashgen import emit, launch, launch_hopper, launch_hopper_backward, masks, plan
 from flashgen.call import Call
+from flashgen.emit_hopper_backward import Module
 from flashgen.emit_plan import PlanModule
 from flashgen.kernel_names import spell
 from flashgen.spec import Spec
@@ -45,6 +46,9 @@ class Golden(NamedTuple):
     def hopper(self) -> tuple[emit.Generated, emit.Generated]:
         """Hopper's kernel, and the portable one that repairs its rows."""
         return launch_hopper.generate(self.spec(), self.variant())
+
+    def hopper_backward(self) -> Module:
+        return launch_hopper_backward.generate(self.spec(), self.variant())
 
     def planning(self) -> PlanModule:
         return plan.generate(self.spec(), self.variant(planning=True))
@@ -107,3 +111,4 @@ HOPPER = (
     "causal_document", "flashmask", "alibi", "softcap_sinks", "head_dim_192_128",
     "lengths_and_offsets",
 )  # fmt: skip
+HOPPER_BACKWARD = ("causal", "causal_document", "alibi", "softcap_sinks", "lengths_and_offsets")

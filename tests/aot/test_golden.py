@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from golden_kernels import GOLDEN, HOPPER, PLANS
+from golden_kernels import GOLDEN, HOPPER, HOPPER_BACKWARD, PLANS
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from flashgen import plan
@@ -46,6 +46,11 @@ def test_hopper_forward(name, kernel_file):
     assert GOLDEN[name].hopper()[0].text == kernel_file
 
 
+@pytest.mark.parametrize("name", HOPPER_BACKWARD)
+def test_hopper_backward(name, kernel_file):
+    assert GOLDEN[name].hopper_backward().text == kernel_file
+
+
 def test_repair(kernel_file):
     assert GOLDEN["causal_document"].hopper()[1].text == kernel_file
 
@@ -62,6 +67,9 @@ def test_compaction(kernel_file):
 def every_text():
     texts = {f"forward {name}": golden.forward().text for name, golden in GOLDEN.items()}
     texts |= {f"hopper {name}": GOLDEN[name].hopper()[0].text for name in HOPPER}
+    texts |= {
+        f"hopper backward {name}": GOLDEN[name].hopper_backward().text for name in HOPPER_BACKWARD
+    }
     texts |= {"repair": GOLDEN["causal_document"].hopper()[1].text}
     texts |= {f"plan {name}": GOLDEN[name].planning().generated.text for name in PLANS}
     return texts | {"compaction": plan.compaction().text}

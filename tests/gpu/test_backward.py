@@ -6,57 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from cases import CASES
+from gradient_checks import PICKED, check, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
 
 pytestmark = pytest.mark.gpu
-
-PICKED = [case for case in CASES if case.below_zero][::6]
-
-
-def leaves(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, dtype: Any) -> list[Any]:
-    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv))
-    return [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
-
-
-def dense(q: Any, k: Any, v: Any, allowed: Any, change: Any = None) -> tuple[Any, Any]:
-    """Dense attention; rows without a key give 0."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    scores = scores if change is None else change(scores)
-    seen = allowed.any(-1, keepdim=True)
-    scores = torch.where(allowed, scores, -torch.inf)
-    lse = torch.logsumexp(torch.where(seen, scores, 0.0), -1)
-    weights = torch.where(allowed, torch.exp(scores - lse[..., None]), 0.0)
-    return weights @ v, torch.where(seen[..., 0], lse, 0.0)
-
-
-def check(attend: Any, inputs: list[Any], allowed: Any, **data: Any) -> None:
-    """Each gradient's error is at most twice SDPA's own in the same dtype."""
-    q, k, v = inputs
-    allowed = allowed.expand(*q.shape[:3], k.shape[2])
-    out = attend(q, k, v, **data)
-    grad = torch.randn_like(out)
-    got = torch.autograd.grad(out, inputs, grad)
-    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    exact = torch.autograd.grad(dense(*exact_inputs, allowed)[0], exact_inputs, grad.double())
-    group = q.shape[1] // k.shape[1]
-    # SDPA has no answer for rows without a key; they get one, and no gradient.
-    seen = allowed.any(-1, keepdim=True)
-    theirs = F.scaled_dot_product_attention(
-        *(x if i == 0 else x.repeat_interleave(group, 1) for i, x in enumerate(inputs)),
-        attn_mask=allowed | ~seen,
-    )
-    peer = torch.autograd.grad(theirs, inputs, torch.where(seen, grad, 0.0))
-    for name, mine, right, other in zip("qkv", got, exact, peer, strict=True):
-        error = (mine.double() - right).abs().max().item()
-        allowance = 2 * (other.double() - right).abs().max().item() + 1e-5
-        assert error <= allowance, f"d{name}: {error} > {allowance}"
-    assert (got[0][~seen.expand_as(q)] == 0).all()
 
 
 @pytest.mark.parametrize("case", PICKED, ids=lambda case: case.id)

@@ -1,0 +1,186 @@
+"""The text of Hopper's backward kernels; the mask and the score function, lowered for steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .differentiate import ZERO
+from .emit import (
+    INDEX_NAMES,
+    Variant,
+    bare,
+    data_arguments,
+    environment,
+    header,
+    position_arguments,
+    taken_names,
+    unaligned_pointers,
+)
+from .emit_backward import derivatives_of
+from .emit_masks import needed
+from .expr import Expr, const, leaves
+from .layout import tidy
+from .lower import Lowered, fewest, lower
+from .spec import Spec
+
+TEMPLATE = "hopper_backward.py.j2"
+
+
+@dataclass(frozen=True)
+class Module:
+    """A generated module, and the arguments of its kernels in order."""
+
+    name: str
+    text: str
+    attention: tuple[str, ...]
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Math:
+    """Mask, score function and its derivative as statements, by where they change.
+
+    `key_lines`: with the key block alone; `mask_query_lines`, `score_query_lines`: with a step's
+    queries alone; the others with both, or with the score."""
+
+    key_lines: tuple[str, ...]
+    mask_query_lines: tuple[str, ...]
+    score_query_lines: tuple[str, ...]
+    tile_lines: tuple[str, ...]
+    score_lines: tuple[str, ...]
+    slope_lines: tuple[str, ...]
+    keep: str
+    score: str
+    slope: str
+    helpers: frozenset[str]
+
+
+def hopper_backward(spec: Spec, variant: Variant) -> Module:
+    """Hopper's backward kernels of a spec; gradients of data are not among them."""
+    math = _math(spec, variant)
+    attention, queries, keys = _arguments(spec, variant)
+    text = (
+        environment()
+        .get_template(TEMPLATE)
+        .render(
+            header=header(spec, ""),
+            helpers=sorted(math.helpers | ({"tanh"} if spec.softcap else set())),
+            attention=attention,
+            finish_queries=queries,
+            finish_keys=keys,
+            unspecialized=[_typed(each) for each in (attention, queries, keys)],
+            unaligned=unaligned_pointers(attention, spec),
+            data=[bare(a) for a in data_arguments(spec, variant)],
+            math=math,
+            score=spec.score is not None,
+            bends=bool(spec.softcap) or math.slope != "1.0",
+            softcap=spec.softcap,
+            width=width_of(variant.head_dim),
+            by_rows=queries_of(variant.head_dim, variant.v_head_dim) == 128,
+            v_width=width_of(variant.v_head_dim),
+            head_dim=variant.head_dim,
+            v_head_dim=variant.v_head_dim,
+            kv_lens=variant.kv_lens,
+            offset=variant.offset,
+            mask_indices=leaves(spec.mask, "index"),
+            score_indices=leaves(spec.score, "index"),
+        )
+    )
+    name = f"{spec.slug}_d{variant.head_dim}" + (
+        f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
+    )
+    names = (tuple(map(bare, arguments)) for arguments in (attention, queries, keys))
+    return Module(f"{name}_hopper_bwd", tidy(text), *names)
+
+
+def width_of(head_dim: int) -> int:
+    """A head dimension as the kernels hold it: TMA reads zeros beyond the tensor's."""
+    return 64 if head_dim <= 64 else 128
+
+
+def queries_of(head_dim: int, v_head_dim: int) -> int:
+    """Queries of a step: as many as the registers hold scores of."""
+    return 128 if max(head_dim, v_head_dim) <= 64 else 64
+
+
+def _math(spec: Spec, variant: Variant) -> Math:
+    mask = _lower(
+        [] if spec.mask is None else [fewest(spec.mask, "q_idx")], spec, variant, frozenset()
+    )
+    keep = mask.results[0] if mask.results else ""
+    keys, queries, tile = mask.statements
+    if spec.score is None:
+        return Math(keys, queries, (), tile, (), (), keep, "", "1.0", mask.helpers)
+    found = derivatives_of(spec)
+    slope = const(1.0) if found.score == ZERO else found.score
+    lines = [line for part in mask.statements for line in part]
+    assigned = frozenset(line.partition(" = ")[0] for line in lines)
+    score = _lower([spec.score, slope], spec, variant, assigned)
+    text, slope_text = score.results
+    first = needed(score.statements[2], score.results[:1])
+    later = tuple(line for line in score.statements[2] if line not in first)
+    if not leaves(spec.score, "score"):
+        text = f"gl.zeros_like(s) + ({text})"
+    return Math(
+        (*keys, *score.statements[0]),
+        queries,
+        score.statements[1],
+        tile,
+        first,
+        later,
+        keep,
+        text,
+        slope_text,
+        mask.helpers | score.helpers,
+    )
+
+
+def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
+    names = {**INDEX_NAMES, "score": "s"}
+    return lower(
+        exprs,
+        stages=3,
+        stage_of=_stage,
+        names=names,
+        dtypes={t.name: t.dtype for t in spec.tensors},
+        wide_scalars=variant.wide,
+        taken=taken | taken_names(spec, variant) | frozenset(names.values()),
+    )
+
+
+def _stage(expr: Expr) -> int:
+    """0: fixed for a key block, 1: changes with the queries alone, 2: with pairs."""
+    indices = leaves(expr, "index")
+    if leaves(expr, "score") or {"q_idx", "kv_idx"} <= indices:
+        return 2
+    return int("q_idx" in indices)
+
+
+_DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dq")
+
+
+def _strides(*letters: str) -> list[str]:
+    return [f"stride_{letter}{dim}: tl.int64" for letter in letters for dim in "bhs"]
+
+
+def _arguments(spec: Spec, variant: Variant) -> tuple[list[str], list[str], list[str]]:
+    attention = ["grad_k_ptr", "grad_v_ptr", "spoilt_kv_ptr"]
+    attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
+    attention += [*_strides("dk", "dv"), *(f"schedule_stride_{d}: tl.int64" for d in "bh")]
+    attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
+    attention += ["group: tl.int32", "capacity: tl.int32", "padded_len: tl.int32"]
+    attention += position_arguments(variant)
+    attention += ["scale: tl.float32", "scale_log2: tl.float32"]
+    attention += ["softcap: tl.float32"] if spec.softcap else []
+    attention += data_arguments(spec, variant)
+    queries = ["dq_sum_ptr", "grad_q_ptr", "spoilt_q_ptr", *_strides("dq"), "heads: tl.int32"]
+    queries += ["q_len: tl.int32", "padded_len: tl.int64", "scale: tl.float32"]
+    keys = ["dk_sum_ptr", "dv_sum_ptr", "grad_k_ptr", "grad_v_ptr", "spoilt_kv_ptr"]
+    keys += [*_strides("dk", "dv"), "kv_heads: tl.int32", "capacity: tl.int32"]
+    return attention, queries, keys
+
+
+def _typed(arguments: list[str]) -> list[str]:
+    """Arguments that are numbers: their values must not make another binary."""
+    return [bare(a) for a in arguments if ":" in a]

@@ -1,0 +1,172 @@
+"""Running Hopper's backward kernels: when they can, descriptors, sums, repairs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import cache, emit
+from .emit_backward import Wanted, ignores_score
+from .emit_hopper_backward import Module, hopper_backward, queries_of, width_of
+from .geometry import Geometry
+from .launch import key_parts, launch
+from .spec import Bound, Spec
+from .tiling import Tiling
+
+BLOCK_N = 128
+# Four warps are one warpgroup; the kernel adds the others itself.
+_ATTENTION = Tiling(0, BLOCK_N, 4, 1)
+_FINISH = Tiling(64, 64, 4, 1)
+
+
+def obstacle(
+    bound: Bound,
+    geometry: Geometry,
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    block_size: tuple[int, int],
+    wanted: Wanted,
+    scale: float,
+    deterministic: bool = False,
+    dropout: bool = False,
+) -> str:
+    """Why the portable backward runs instead; empty where Hopper's does."""
+    if not geometry.is_dense:
+        return "it reads neither packed sequences nor pages"
+    if deterministic:
+        return "dQ is added up in no fixed order"
+    if dropout:
+        return "it drops no weights"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its products are of 16-bit numbers, not {dtype}"
+    if max(head_dims) > 128:
+        return f"a head dimension of {max(head_dims)} is more than 128"
+    block_m = queries_of(*head_dims)
+    if block_size[0] % block_m or block_size[1] % BLOCK_N:
+        return f"tiles of {block_size[0]} x {block_size[1]} hold no {block_m} x {BLOCK_N}"
+    if wanted.data:
+        return f"it computes no gradient of data ({', '.join(wanted.data)})"
+    if scale == 0:
+        return "it divides by the scale, which is 0"
+    if ignores_score(bound.spec):
+        return "the score function ignores the score"
+    return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def generate(spec: Spec, variant: emit.Variant) -> Module:
+    """The text of Hopper's backward kernels."""
+    return hopper_backward(spec, variant)
+
+
+@functools.lru_cache(maxsize=1024)
+def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Module]:
+    made = generate(spec, variant)
+    return cache.module(made.name, made.text, parts), made
+
+
+def can_describe(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why TMA can't address one of a call's tensors; empty if it can."""
+    from . import hopper
+
+    found = ((name, hopper.can_describe(tensor)) for name, tensor in tensors.items())
+    return next((f"{name} has {problem}" for name, problem in found if problem), "")
+
+
+def backward(
+    spec: Spec,
+    variant: emit.Variant,
+    values: Mapping[str, Any],
+    geometry: Geometry,
+    block_size: tuple[int, int],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Write the gradients of q, k and v.
+
+    `values`: what the portable kernels take, LSE and delta of each row prepared, and the runs along
+    the queries. Returns which tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and
+    `kv` [B, Hkv, key tiles], int32, not 0 for these."""
+    module, made = _module(spec, variant, key_parts())
+    sums = _Sums(values, variant, geometry, block_size, grads)
+    constants = {
+        "BLOCK_M": queries_of(variant.head_dim, variant.v_head_dim), "BLOCK_N": BLOCK_N,
+        "TILE_M": block_size[0], "TILE_N": block_size[1],
+        "STAGES": 2, "SHARED_HEADS": geometry.group > 1,
+    }  # fmt: skip
+    values = {**values, **_descriptors(values, variant, sums.q), **sums.kernel_values}
+    programs = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
+    launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
+    values |= sums.finish_values
+    programs = values["padded_len"] // 64 * geometry.batch * geometry.heads
+    constants = {"BLOCK_M": 64, "TILE_M": block_size[0]}
+    launch(module.finish_queries, made.queries, values, constants, _FINISH, programs)
+    if geometry.group > 1:
+        programs = math.ceil(geometry.kv_len / 64) * geometry.batch * geometry.kv_heads
+        constants = {"BLOCK_N": 64, "TILE_N": block_size[1]}
+        launch(module.finish_keys, made.keys, values, constants, _FINISH, programs)
+    return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
+
+
+class _Sums:
+    """What many programs add to, 0 at first: dQ, dK and dV of heads that share keys, flags."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        variant: emit.Variant,
+        geometry: Geometry,
+        block_size: tuple[int, int],
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
+        device, rows = geometry.device, geometry.batch * geometry.heads * values["padded_len"]
+        self.q = torch.zeros(rows, width_of(variant.head_dim), device=device)
+        q_tiles, kv_tiles = (
+            math.ceil(n / size)
+            for n, size in zip((geometry.q_len, geometry.kv_len), block_size, strict=True)
+        )
+        shapes = (geometry.heads, q_tiles), (geometry.kv_heads, kv_tiles)
+        self.spoilt_q, self.spoilt_kv = (
+            torch.zeros(geometry.batch, *shape, dtype=torch.int32, device=device)
+            for shape in shapes
+        )
+        dq, dk, dv = grads
+        self.finish_values = {
+            "dq_sum_ptr": self.q, "grad_q_ptr": dq, "grad_k_ptr": dk, "grad_v_ptr": dv,
+            "spoilt_q_ptr": self.spoilt_q, **strides("dq", dq), **strides("dk", dk),
+            **strides("dv", dv),
+        }  # fmt: skip
+        if geometry.group > 1:
+            dk, dv = (torch.zeros(x.shape, device=device) for x in (dk, dv))
+            self.finish_values |= {"dk_sum_ptr": dk, "dv_sum_ptr": dv}
+        self.kernel_values = {
+            "grad_k_ptr": dk, "grad_v_ptr": dv, "spoilt_kv_ptr": self.spoilt_kv,
+            **strides("dk", dk), **strides("dv", dv),
+        }  # fmt: skip
+
+
+def strides(letter: str, tensor: torch.Tensor) -> dict[str, int]:
+    """Arguments for the strides of batch, heads and sequence."""
+    return {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
+
+
+def _descriptors(
+    values: Mapping[str, Any], variant: emit.Variant, dq_sum: torch.Tensor
+) -> dict[str, Any]:
+    from . import hopper
+
+    width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
+    block_m = queries_of(variant.head_dim, variant.v_head_dim)
+    lse, delta = values["lse_log2_ptr"].reshape(-1), values["delta_ptr"].reshape(-1)
+    return {
+        "q_tiles": hopper.descriptor(values["q_ptr"], (block_m, width)),
+        "k_tiles": hopper.descriptor(values["k_ptr"], (BLOCK_N, width)),
+        "v_tiles": hopper.descriptor(values["v_ptr"], (BLOCK_N, v_width)),
+        "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (block_m, v_width)),
+        "lse_tiles": hopper.descriptor(lse, (block_m,)),
+        "delta_tiles": hopper.descriptor(delta, (block_m,)),
+        "dq_tiles": hopper.descriptor(dq_sum, (64, 64 if block_m == 128 else width // 2)),
+    }

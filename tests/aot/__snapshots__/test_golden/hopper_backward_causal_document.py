@@ -1,0 +1,486 @@
+
+
+
+# flashgen 0.1.0
+# spec causal_document
+#   mask    (kv_idx <= q_idx) & (doc[b, q_idx] == doc[b, kv_idx])
+#   data    doc: int32[2-d]
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx)) & ~((max[q](doc[b, q_idx]) < min[kv](doc[b,
+#       kv_idx])) | (max[kv](doc[b, kv_idx]) < min[q](doc[b, q_idx])))
+#   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
+#       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
+#       min[kv](doc[b, kv_idx])))
+# data in order
+#   where equal doc lie together: (kv_idx <= q_idx) & ((doc_range_0[0, b, q_idx] <= kv_idx) &
+#       (kv_idx < doc_range_0[1, b, q_idx]))
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashgen import hopper
+from flashgen.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+# Named barriers, two of each: a warpgroup's ds is written, and read by the other one.
+FREE = gl.constexpr(8)
+FULL = gl.constexpr(12)
+FLOAT = gl.constexpr(gl.float32)
+
+
+@gluon.jit
+def load(
+    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
+    q, k, v, grad_out, lse, delta, q_here, grads_here, is_free, keys_here,
+    masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
+):
+    """The warp that loads: keys and values once, queries and their gradients a few steps ahead."""
+    if masked_steps + full_steps > 0:
+        mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+        hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k)
+        hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v)
+    runs = gl.where(masked_steps > 0, masked_runs, full_runs)
+    step = gl.load(runs) * STEPS
+    end = gl.load(runs + 1) * STEPS
+    next_step = gl.load(runs + 2) * STEPS
+    next_end = gl.load(runs + 3) * STEPS
+    for turn in range(masked_steps + full_steps):
+        stage = turn % STAGES
+        mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
+        row = step * BLOCK_M
+        mbarrier.expect(q_here.index(stage), q_tiles.block_type.nbytes + 4 * BLOCK_M)
+        hopper.load_tile(q_tiles, [b, h, row, 0], q_here.index(stage), q.index(stage))
+        hopper.load_tile(lse_tiles, [line + row], q_here.index(stage), lse.index(stage))
+        mbarrier.expect(grads_here.index(stage), grad_out_tiles.block_type.nbytes + 4 * BLOCK_M)
+        hopper.load_tile(
+            grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
+        )
+        hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
+        step += 1
+        is_last = step == end
+        step = gl.where(is_last, next_step, step)
+        end = gl.where(is_last, next_end, end)
+        runs += gl.where(is_last, 2, 0)
+        if turn + 1 == masked_steps:
+            runs = full_runs
+            step = gl.load(runs) * STEPS
+            end = gl.load(runs + 1) * STEPS
+        next_step = gl.load(runs + 2) * STEPS
+        next_end = gl.load(runs + 3) * STEPS
+
+
+@gluon.jit
+def store_keys(
+    sums, pointer, stride, last, spoilt_ptr,
+    HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
+):
+    """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
+    rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    place = pointer + rows * stride + dims
+    inside = (rows < last) & (dims < HEAD_DIM)
+    if SHARED_HEADS:
+        gl.atomic_add(place, sums, mask=inside, sem="relaxed")
+    else:
+        gl.store(place, sums.to(pointer.dtype.element_ty), mask=inside)
+        # Not x - x != 0: fused with the product above it, that is a rounding error.
+        is_spoilt = gl.sum((~(gl.abs(sums) < float("inf"))).to(gl.int32), 1)[:, None] > 0
+        gl.store(spoilt_ptr + rows * 0, 1, mask=is_spoilt & (rows < last))
+
+
+@gluon.jit
+def attend(
+    q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
+    q_here, grads_here, is_free, keys_here,
+    masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
+    grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+    capacity, q_len, kv_len, q_offset, scale, scale_log2,
+    doc_ptr,
+    doc_size_0,
+    doc_stride_0,
+    doc_size_1,
+    doc_stride_1,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
+    SHARED_HEADS: gl.constexpr, HALF: gl.constexpr,
+):
+    """A warpgroup: half of the keys, all steps."""
+    WIDTH: gl.constexpr = 128
+    V_WIDTH: gl.constexpr = 128
+    OTHER: gl.constexpr = 1 - HALF
+    HALF_N: gl.constexpr = BLOCK_N // 2
+    DQ_WIDTH: gl.constexpr = 64
+    SCORES: gl.constexpr = hopper.accumulator(BLOCK_M)
+    OPERAND: gl.constexpr = hopper.operand(WIDTH)
+    V_OPERAND: gl.constexpr = hopper.operand(V_WIDTH)
+    KEYS: gl.constexpr = hopper.accumulator(WIDTH)
+    VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
+    k_half = k.reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+    v_half = v.reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+    # dQ of half of the dimensions is this warpgroup's, from all keys.
+    dq_keys = k.reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
+    dq_tile = dq_stages.index(HALF)
+    zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
+    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, hopper.accumulator(DQ_WIDTH))
+    dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
+    dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
+    first_key = block * BLOCK_N + HALF * HALF_N
+    kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+    is_key = kv_idx < kv_len
+    by_scale = 1.0 / scale_log2
+    doc_row = doc_ptr + b * doc_stride_0
+    doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
+    doc_kv = gl.load(doc_ptr + b * doc_stride_0 + doc_kv_at * doc_stride_1)
+    steps = masked_steps + full_steps
+    if steps > 0:
+        # Of a step before the first: nothing is read, and its dQ isn't added.
+        hopper.arrive_at(FREE + 2 * OTHER)
+        hopper.arrive_at(FULL + 2 * HALF + 1)
+        last_row = 0
+        runs = gl.where(masked_steps > 0, masked_runs, full_runs)
+        step = gl.load(runs) * STEPS
+        end = gl.load(runs + 1) * STEPS
+        next_step = gl.load(runs + 2) * STEPS
+        next_end = gl.load(runs + 3) * STEPS
+        mbarrier.wait(keys_here, 0)
+        mbarrier.wait(q_here.index(0), 0)
+        q_tile = q.index(0).reshape([BLOCK_M, WIDTH])
+        row_lse = lse.index(0).load(gl.SliceLayout(0, SCORES)) * by_scale
+        s = warpgroup_mma(k_half, q_tile.permute((1, 0)), zeros - row_lse[None, :], is_async=True)
+
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.wait(grads_here.index(0), 0)
+        grad_out_tile = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
+        row_delta = delta.index(0).load(gl.SliceLayout(0, SCORES))
+        dp = warpgroup_mma(
+            v_half, grad_out_tile.permute((1, 0)), zeros - row_delta[None, :], is_async=True
+        )
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        p = gl.exp2(s * scale_log2)
+        if masked_steps > 0:
+            q_idx = step * BLOCK_M + q_offset + rows
+            doc_q_at = gl.minimum(gl.maximum(q_idx, 0), doc_size_1 - 1)
+            doc_q = gl.load(doc_row + doc_q_at * doc_stride_1)
+            p = gl.where(is_key & ((kv_idx <= q_idx) & (doc_q == doc_kv)), p, 0.0)
+        p_tile = p.to(k.dtype)
+
+        for turn in range(steps):
+            stage, coming = turn % STAGES, (turn + 1) % STAGES
+            phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < steps
+            parity = turn & 1
+            q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
+            grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+            ds_tile = (p_tile.to(gl.float32) * dp).to(k.dtype)
+            hopper.sync_at(FREE + 2 * HALF + parity)
+            ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
+            fence_async_shared()
+            hopper.arrive_at(FULL + 2 * HALF + parity)
+            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
+            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            dv = warpgroup_mma(
+                gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
+            )
+            dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=(dq,))
+            hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
+            hopper.wait_stores(0)
+            dq_tile.store(dq)
+            fence_async_shared()
+            hopper.barrier()
+            if turn > 0:
+                hopper.add_tile(dq_tiles, [last_row, HALF * DQ_WIDTH], dq_tile)
+
+            last_row = line + step * BLOCK_M
+            step += 1
+            is_last = step == end
+            step = gl.where(is_last, next_step, step)
+            end = gl.where(is_last, next_end, end)
+            runs += gl.where(is_last, 2, 0)
+            if turn + 1 == masked_steps:
+                runs = full_runs
+                step = gl.load(runs) * STEPS
+                end = gl.load(runs + 1) * STEPS
+            next_step = gl.load(runs + 2) * STEPS
+            next_end = gl.load(runs + 3) * STEPS
+
+            # Scores of the next step; after the last one old tiles are read, and nobody looks.
+            mbarrier.wait(q_here.index(coming), phase, pred=is_more)
+            q_tile = q.index(coming).reshape([BLOCK_M, WIDTH])
+            row_lse = lse.index(coming).load(gl.SliceLayout(0, SCORES)) * by_scale
+            s = warpgroup_mma(
+                k_half, q_tile.permute((1, 0)), zeros - row_lse[None, :], is_async=True
+            )
+
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            # Thread by thread; mbarrier.arrive would first wait for all of them.
+            hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
+            mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
+            grad_out_tile = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
+            row_delta = delta.index(coming).load(gl.SliceLayout(0, SCORES))
+            dp = warpgroup_mma(
+                v_half, grad_out_tile.permute((1, 0)), zeros - row_delta[None, :], is_async=True
+            )
+            s = warpgroup_mma_wait(1, deps=(s,))
+            p = gl.exp2(s * scale_log2)
+            if turn + 1 < masked_steps:
+                q_idx = step * BLOCK_M + q_offset + rows
+                doc_q_at = gl.minimum(gl.maximum(q_idx, 0), doc_size_1 - 1)
+                doc_q = gl.load(doc_row + doc_q_at * doc_stride_1)
+                p = gl.where(is_key & ((kv_idx <= q_idx) & (doc_q == doc_kv)), p, 0.0)
+            p_tile = p.to(k.dtype)
+
+            # The branch above keeps this wait from moving above the exponentials.
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+        hopper.sync_at(FULL + 2 * OTHER + (steps & 1 ^ 1))
+        both_ds = ds_tiles.index(steps & 1 ^ 1).permute((1, 0))
+        dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        hopper.wait_stores(0)
+        dq_tile.store(dq)
+        fence_async_shared()
+        hopper.barrier()
+        hopper.add_tile(dq_tiles, [last_row, HALF * DQ_WIDTH], dq_tile)
+
+        # The other warpgroup's last arrival, so that every barrier ends where it began.
+        hopper.sync_at(FREE + 2 * HALF + (steps & 1))
+
+    # Keys that no query sees get 0, those beyond the valid ones too.
+    last = capacity - first_key
+    grad_k_ptr += first_key * stride_dks
+    grad_v_ptr += first_key * stride_dvs
+    store_keys(dk * scale, grad_k_ptr, stride_dks, last, spoilt_kv_ptr, 128, KEYS, SHARED_HEADS)
+    store_keys(dv, grad_v_ptr, stride_dvs, last, spoilt_kv_ptr, 128, VALUES, SHARED_HEADS)
+    hopper.wait_stores(0)
+
+
+# Values never specialise: new lengths, strides, scalars and data run the same binary.
+@gluon.jit(
+    do_not_specialize=[
+        "stride_dkb", "stride_dkh", "stride_dks", "stride_dvb", "stride_dvh", "stride_dvs",
+        "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
+        "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset", "scale", "scale_log2",
+        "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1"
+    ],
+    do_not_specialize_on_alignment=["doc_ptr"],
+)
+def attention_backward(
+    grad_k_ptr,
+    grad_v_ptr,
+    spoilt_kv_ptr,
+    counts,
+    masked_runs,
+    full_runs,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    grad_out_tiles,
+    lse_tiles,
+    delta_tiles,
+    dq_tiles,
+    stride_dkb: gl.int64,
+    stride_dkh: gl.int64,
+    stride_dks: gl.int64,
+    stride_dvb: gl.int64,
+    stride_dvh: gl.int64,
+    stride_dvs: gl.int64,
+    schedule_stride_b: gl.int64,
+    schedule_stride_h: gl.int64,
+    masked_width: gl.int32,
+    full_width: gl.int32,
+    heads: gl.int32,
+    group: gl.int32,
+    capacity: gl.int32,
+    padded_len: gl.int32,
+    q_len: gl.int32,
+    kv_len: gl.int32,
+    q_offset: gl.int32,
+    scale: gl.float32,
+    scale_log2: gl.float32,
+    doc_ptr,
+    doc_size_0: gl.int32,
+    doc_stride_0: gl.int64,
+    doc_size_1: gl.int32,
+    doc_stride_1: gl.int64,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHARED_HEADS: gl.constexpr,
+):
+    # First key blocks first: under causal masks they are the longest.
+    blocks = gl.cdiv(capacity, BLOCK_N)
+    block = gl.program_id(0) % blocks
+    h = (gl.program_id(0) // blocks) % heads
+    b = gl.program_id(0) // blocks // heads
+    h_kv = h // group
+    line = (b * heads + h) * padded_len
+    STEPS: gl.constexpr = TILE_M // BLOCK_M
+    grid = b * schedule_stride_b + h * schedule_stride_h
+    schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
+    masked_runs += schedule_row * (2 * masked_width)
+    full_runs += schedule_row * (2 * full_width)
+    masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
+    full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
+    grad_k_ptr += b * stride_dkb + h_kv * stride_dkh
+    grad_v_ptr += b * stride_dvb + h_kv * stride_dvh
+    spoilt_kv_ptr += (
+        (b * (heads // group) + h_kv) * gl.cdiv(capacity, TILE_N)
+        + block * BLOCK_N // TILE_N
+    )
+
+    k = gl.allocate_shared_memory(k_tiles.dtype, k_tiles.block_type.shape, k_tiles.layout)
+    v = gl.allocate_shared_memory(v_tiles.dtype, v_tiles.block_type.shape, v_tiles.layout)
+    q = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 128], q_tiles.layout)
+    grad_out = gl.allocate_shared_memory(
+        q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 128], grad_out_tiles.layout
+    )
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_tiles.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_tiles.layout)
+    DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_tiles.dtype)
+    ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
+    dq_stages = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_tiles.layout)
+    keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    grads_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_here, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_here.index(stage), count=1)
+        mbarrier.init(grads_here.index(stage), count=1)
+        # Every thread of both warpgroups.
+        mbarrier.init(is_free.index(stage), count=256)
+    gl.warp_specialize(
+        [
+            (attend, (
+                q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
+                q_here, grads_here, is_free, keys_here,
+                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
+                grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+                capacity, q_len, kv_len, q_offset, scale, scale_log2,
+                doc_ptr,
+                doc_size_0,
+                doc_stride_0,
+                doc_size_1,
+                doc_stride_1,
+                BLOCK_M, BLOCK_N, STAGES, STEPS, SHARED_HEADS, 0,
+            )),
+            (attend, (
+                q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
+                q_here, grads_here, is_free, keys_here,
+                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
+                grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+                capacity, q_len, kv_len, q_offset, scale, scale_log2,
+                doc_ptr,
+                doc_size_0,
+                doc_stride_0,
+                doc_size_1,
+                doc_stride_1,
+                BLOCK_M, BLOCK_N, STAGES, STEPS, SHARED_HEADS, 1,
+            )),
+            (load, (
+                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
+                q, k, v, grad_out, lse, delta, q_here, grads_here, is_free, keys_here,
+                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
+                BLOCK_M, BLOCK_N, STAGES, STEPS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_dqb", "stride_dqh", "stride_dqs", "heads", "q_len", "padded_len", "scale"
+    ],
+    do_not_specialize_on_alignment=[
+        "stride_dqb", "stride_dqh", "stride_dqs", "heads", "q_len", "padded_len", "scale"
+    ],
+)
+def finish_queries(
+    dq_sum_ptr,
+    grad_q_ptr,
+    spoilt_q_ptr,
+    stride_dqb: tl.int64,
+    stride_dqh: tl.int64,
+    stride_dqs: tl.int64,
+    heads: tl.int32,
+    q_len: tl.int32,
+    padded_len: tl.int64,
+    scale: tl.float32,
+    BLOCK_M: tl.constexpr,
+    TILE_M: tl.constexpr,
+):
+    """dQ of a row block, from its sum."""
+    blocks = tl.cdiv(padded_len, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    h = (tl.program_id(0) // blocks) % heads
+    b = tl.program_id(0) // blocks // heads
+    line = (b * heads + h).to(tl.int64)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    dims = tl.arange(0, 128)[None, :]
+    dq = tl.load(dq_sum_ptr + (line * padded_len + rows) * 128 + dims) * scale
+    inside = (rows < q_len) & (dims < 128)
+    place = grad_q_ptr + b * stride_dqb + h * stride_dqh + rows * stride_dqs + dims
+    tl.store(place, dq.to(grad_q_ptr.dtype.element_ty), mask=inside)
+    # Not x - x != 0: fused with the product above it, that is a rounding error.
+    spoilt = tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
+    tile = line * tl.cdiv(padded_len, TILE_M) + block * BLOCK_M // TILE_M
+    tl.store(spoilt_q_ptr + tile, 1, mask=spoilt > 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_dkb", "stride_dkh", "stride_dks", "stride_dvb", "stride_dvh", "stride_dvs",
+        "kv_heads", "capacity"
+    ],
+    do_not_specialize_on_alignment=[
+        "stride_dkb", "stride_dkh", "stride_dks", "stride_dvb", "stride_dvh", "stride_dvs",
+        "kv_heads", "capacity"
+    ],
+)
+def finish_keys(
+    dk_sum_ptr,
+    dv_sum_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    spoilt_kv_ptr,
+    stride_dkb: tl.int64,
+    stride_dkh: tl.int64,
+    stride_dks: tl.int64,
+    stride_dvb: tl.int64,
+    stride_dvh: tl.int64,
+    stride_dvs: tl.int64,
+    kv_heads: tl.int32,
+    capacity: tl.int32,
+    BLOCK_N: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """dK and dV of a key block, from the sums of the heads that share it."""
+    blocks = tl.cdiv(capacity, BLOCK_N)
+    block = tl.program_id(0) % blocks
+    h = (tl.program_id(0) // blocks) % kv_heads
+    b = tl.program_id(0) // blocks // kv_heads
+    line = (b * kv_heads + h).to(tl.int64)
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    spoilt = 0
+    dims = tl.arange(0, 128)[None, :]
+    inside = (rows < capacity) & (dims < 128)
+    sums = tl.load(dk_sum_ptr + (line * capacity + rows) * 128 + dims, mask=inside, other=0.0)
+    place = grad_k_ptr + b * stride_dkb + h * stride_dkh
+    place += rows * stride_dks + dims
+    tl.store(place, sums.to(grad_k_ptr.dtype.element_ty), mask=inside)
+    spoilt += tl.sum((~(tl.abs(sums) < float("inf"))).to(tl.int32))
+    dims = tl.arange(0, 128)[None, :]
+    inside = (rows < capacity) & (dims < 128)
+    sums = tl.load(dv_sum_ptr + (line * capacity + rows) * 128 + dims, mask=inside, other=0.0)
+    place = grad_v_ptr + b * stride_dvb + h * stride_dvh
+    place += rows * stride_dvs + dims
+    tl.store(place, sums.to(grad_v_ptr.dtype.element_ty), mask=inside)
+    spoilt += tl.sum((~(tl.abs(sums) < float("inf"))).to(tl.int32))
+    tile = line * tl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
+    tl.store(spoilt_kv_ptr + tile, 1, mask=spoilt > 0)

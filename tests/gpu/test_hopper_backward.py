@@ -1,0 +1,182 @@
+"""Gradients of Hopper's kernels on a GPU, against autograd through dense float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from gradient_checks import PICKED, check, dense, leaves
+
+import flashgen as fg
+from flashgen import launch_backward, masks
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Barriers that never come would wait for ever.
+    pytest.mark.timeout(100, method="thread"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs an sm_90 GPU",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every test's gradients come from Hopper's kernels, or it fails."""
+    calls: list[int] = []
+    real = launch_backward.launch_hopper_backward.backward
+
+    def counted(*args: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(launch_backward.launch_hopper_backward, "backward", counted)
+    yield calls  # type: ignore[misc]
+    assert calls, "no backward of Hopper's ran"
+
+
+def hopper(attend: Any) -> Any:
+    return partial(attend, backend="hopper")
+
+
+@pytest.mark.parametrize("case", PICKED[::3], ids=lambda case: case.id)
+def test_masks_of_odd_sizes(case: Any, nan_filled_empty: None) -> None:
+    B, H, S, T = 2, 2, 278, 391
+    data = case.build(B, H, S, T, torch.Generator().manual_seed(0))
+    allowed = case.expected(B, H, S, T, data).cuda()
+    moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in data.items()}
+    attend = fg.Attention(mask=case.bound(moved).to("cuda"))
+    check(hopper(attend), leaves(B, H, H, S, T, 128, 128, torch.bfloat16), allowed)
+
+
+SHAPES = [
+    (128, 128, 8, 1, torch.bfloat16),
+    (64, 64, 3, 1, torch.float16),
+    (96, 96, 2, 2, torch.bfloat16),
+    (40, 72, 6, 2, torch.float16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dtypes_heads_and_dims(shape: tuple[Any, ...]) -> None:
+    D, Dv, H, Hkv, dtype = shape
+    S = 333
+    doc = torch.randint(0, 4, (2, S), device="cuda").sort(-1).values
+    allowed = torch.ones(S, S, dtype=torch.bool, device="cuda").tril()
+    allowed = allowed & (doc[:, None, :, None] == doc[:, None, None, :])
+    attend = fg.Attention(mask=masks.causal_document)
+    check(hopper(attend), leaves(2, H, Hkv, S, S, D, Dv, dtype), allowed, doc=doc)
+
+
+def test_lengths(nan_filled_empty: None) -> None:
+    attend = hopper(fg.Attention(mask=masks.causal))
+    for S, T in ((1, 1), (1, 500), (130, 1), (128, 256), (257, 129), (1000, 1300)):
+        allowed = torch.ones(S, T, dtype=torch.bool, device="cuda").tril(T - S)
+        check(attend, leaves(1, 2, 2, S, T, 64, 64, torch.bfloat16), allowed)
+
+
+def grads_of(attend: Any, inputs: list[Any], grad: Any, **data: Any) -> tuple[Any, ...]:
+    return torch.autograd.grad(attend(*inputs, **data), inputs, grad)
+
+
+def test_rows_without_keys_and_unseen_keys_get_zeros(nan_filled_empty: None) -> None:
+    @fg.mask
+    def some(q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx % 3 != 0) & (kv_idx % 5 != 0) & (kv_idx < q_idx) & (kv_idx < 256)
+
+    inputs = leaves(1, 2, 2, 400, 400, 128, 128, torch.bfloat16)
+    grad = torch.randn_like(inputs[0])
+    dq, dk, dv = grads_of(hopper(fg.Attention(mask=some)), inputs, grad)
+    i = torch.arange(400, device="cuda")
+    empty_row = (i % 3 == 0) | (i < 2)
+    unseen = (i % 5 == 0) | (i >= 256)
+    assert (dq[:, :, empty_row] == 0).all()
+    assert (dk[:, :, unseen] == 0).all()
+    assert (dv[:, :, unseen] == 0).all()
+    allowed = (~empty_row)[:, None] & (~unseen)[None] & (i[None] < i[:, None])
+    check(hopper(fg.Attention(mask=some)), inputs, allowed[None, None])
+
+
+def test_slots_beyond_the_valid_keys_may_hold_anything() -> None:
+    S, T = 150, 300
+    lens = torch.tensor([300, 41, 177], device="cuda", dtype=torch.int32)
+    inputs = leaves(3, 2, 1, S, T, 64, 64, torch.bfloat16)
+    beyond = torch.arange(T, device="cuda") >= lens[:, None]
+    with torch.no_grad():
+        for x, poison in ((inputs[1], torch.nan), (inputs[2], torch.inf)):
+            x.masked_fill_(beyond[:, None, :, None], poison)
+    attend = hopper(fg.Attention(mask=masks.sliding_window(window=64)))
+    grad = torch.randn_like(inputs[0])
+    got = grads_of(attend, inputs, grad, kv_lens=lens, q_offset=0)
+    with torch.no_grad():
+        clean = [torch.nan_to_num(x, 0.0, 0.0, 0.0).requires_grad_() for x in inputs]
+    i, j = torch.arange(S, device="cuda")[:, None], torch.arange(T, device="cuda")
+    allowed = (i >= j) & (i - j < 64) & ~beyond[:, None, None]
+    exact = [x.detach().double().requires_grad_() for x in clean]
+    right = torch.autograd.grad(dense(*exact, allowed)[0], exact, grad.double())
+    for mine, theirs in zip(got, right, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0.03, atol=0.03)
+    assert (got[1].mT[beyond[:, None, None].expand_as(got[1].mT)] == 0).all()
+
+
+def test_hidden_numbers_reach_no_gradient() -> None:
+    """What a pair's mask hides may be NaN or inf: every other gradient stays what it was."""
+    S = 300
+    doc = (torch.arange(S, device="cuda") // 100)[None]
+    attend = hopper(fg.Attention(mask=masks.causal_document))
+    inputs = leaves(1, 2, 2, S, S, 128, 128, torch.bfloat16)
+    grad = torch.randn_like(inputs[0])
+    clean = grads_of(attend, inputs, grad, doc=doc)
+    others = (doc != 1)[0]
+    for place in range(4):
+        for poison in (torch.nan, torch.inf):
+            given = [*(x.detach().clone().requires_grad_() for x in inputs), grad.clone()]
+            with torch.no_grad():
+                given[place][:, :, 130] = poison
+            spoilt = grads_of(attend, given[:3], given[3], doc=doc)
+            for before, after in zip(clean, spoilt, strict=True):
+                assert after[:, :, others].isfinite().all(), (place, poison)
+                torch.testing.assert_close(
+                    after[:, :, others].float(), before[:, :, others].float(), rtol=0.03, atol=0.01
+                )
+
+
+def test_score_functions() -> None:
+    S, H = 300, 4
+
+    @fg.attention(mask=masks.causal, softcap=20.0)
+    def alibi(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+        return 2.0 * score + slope[h] * (kv_idx - q_idx)
+
+    inputs = leaves(2, H, 2, S, S, 64, 64, torch.float16)
+    slope = torch.rand(H, device="cuda")
+    out, lse = hopper(alibi)(*inputs, slope=slope, return_lse=True)
+    grad, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), inputs, (grad, grad_lse))
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    i = torch.arange(S, device="cuda")
+    away = (i[None, :] - i[:, None]).double()
+
+    def change(s: Any) -> Any:
+        return 20.0 * torch.tanh((2.0 * s + slope[:, None, None] * away) / 20.0)
+
+    wanted = dense(*exact, (away <= 0)[None, None], change)
+    right = torch.autograd.grad(wanted, exact, (grad.double(), grad_lse.double()))
+    for mine, theirs in zip(got, right, strict=True):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < 2e-3
+
+
+def test_strides_and_a_gradient_that_is_expanded() -> None:
+    B, S, H, D = 2, 200, 4, 128
+    packed = torch.randn(B, S, 3, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = packed.permute(2, 0, 3, 1, 4)
+    out = hopper(fg.Attention(mask=masks.causal))(q, k, v)
+    (mine,) = torch.autograd.grad(out.sum(), packed)
+    exact = packed.detach().double().requires_grad_()
+    allowed = torch.ones(S, S, dtype=torch.bool, device="cuda").tril()[None, None]
+    (right,) = torch.autograd.grad(dense(*exact.permute(2, 0, 3, 1, 4), allowed)[0].sum(), exact)
+    assert (mine.double() - right).norm() / right.norm() < 1e-2

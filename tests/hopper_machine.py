@@ -1,0 +1,287 @@
+"""Hopper's generated kernels on a CPU: Gluon's names as plain Python over PyTorch tensors.
+
+Three threads stand for the two warpgroups and the warp that loads. They meet at barriers that count
+as the GPU's do, so a wrong phase or a missing arrival is an error here too. What is asynchronous on
+the GPU happens at once, in the thread that starts it; shared memory is NaN at first."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+PATIENCE = 20.0
+
+
+class Barrier:
+    """An mbarrier: a phase ends with `count` arrivals and all expected bytes."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.count = self.left = self.phase = self.bytes = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.left = count
+
+    def change(self, arrivals: int, size: int) -> None:
+        with self.condition:
+            self.left -= arrivals
+            self.bytes += size
+            assert self.left >= 0, "too many arrivals"
+            if self.left == 0 and self.bytes == 0:
+                self.phase, self.left = self.phase ^ 1, self.count
+                self.condition.notify_all()
+
+    def wait(self, parity: Any) -> None:
+        with self.condition:
+            done = self.condition.wait_for(lambda: self.phase != int(parity), PATIENCE)
+        assert done, "deadlock at an mbarrier"
+
+
+class Named:
+    """A named barrier: it is passed when both warpgroups have arrived."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.here: set[int] = set()
+        self.passed = 0
+
+    def arrive(self) -> int:
+        with self.condition:
+            turn, me = self.passed, threading.get_ident()
+            assert me not in self.here, "one warpgroup arrives twice"
+            self.here.add(me)
+            if len(self.here) == 2:
+                self.here, self.passed = set(), turn + 1
+                self.condition.notify_all()
+            return turn
+
+    def sync(self) -> None:
+        turn = self.arrive()
+        with self.condition:
+            done = self.condition.wait_for(lambda: self.passed > turn, PATIENCE)
+        assert done, "deadlock at a named barrier"
+
+
+class Shared:
+    """Tiles of shared memory, or barriers."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    @property
+    def shape(self) -> Any:
+        return self.data.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.data.dtype
+
+    def index(self, i: Any) -> Any:
+        part = self.data[int(i)]
+        return part if isinstance(part, Barrier) else Shared(part)
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.data.clone()  # type: ignore[no-any-return]
+
+    def store(self, value: torch.Tensor) -> None:
+        assert value.shape == self.data.shape
+        self.data.copy_(value)
+
+
+class Pointer:
+    """A tensor's memory, and offsets into it."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + more)
+
+    def flat(self) -> torch.Tensor:
+        size = 1 + sum(
+            (n - 1) * s for n, s in zip(self.memory.shape, self.memory.stride(), strict=True)
+        )
+        return self.memory.as_strided((size,), (1,))
+
+
+class Tiles:
+    """A TMA descriptor: what lies outside is read as 0 and not written."""
+
+    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
+        shape = [*[1] * (tensor.ndim - len(block)), *block]
+        size = math.prod(shape) * tensor.element_size()
+        self.tensor, self.dtype, self.layout = tensor, tensor.dtype, None
+        self.block_type = SimpleNamespace(shape=shape, nbytes=size)
+
+    def inside(self, place: list[Any]) -> tuple[Any, Any]:
+        """The part of the tensor below a tile, and of the tile above it."""
+        pairs = list(zip(map(int, place), self.block_type.shape, self.tensor.shape, strict=True))
+        ends = [min(first + size, most) for first, size, most in pairs]
+        here = tuple(slice(first, end) for (first, _, _), end in zip(pairs, ends, strict=True))
+        there = tuple(
+            slice(0, max(end - first, 0)) for (first, _, _), end in zip(pairs, ends, strict=True)
+        )
+        return here, there
+
+
+_LOCK = threading.Lock()
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
+    offset = torch.as_tensor(pointer.offset)
+    if mask is None:
+        return pointer.flat()[offset]
+    offset, mask = torch.broadcast_tensors(offset, torch.as_tensor(mask))
+    values = pointer.flat()[torch.where(mask, offset, 0)]
+    return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = True, add: bool = False) -> None:
+    value = torch.as_tensor(value).to(pointer.memory.dtype)
+    tensors = (torch.as_tensor(pointer.offset), value, torch.as_tensor(mask))
+    offset, value, mask = torch.broadcast_tensors(*tensors)
+    with _LOCK:
+        pointer.flat().index_put_((offset[mask],), value[mask], accumulate=add)
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Any:
+    if isinstance(yes, Pointer):
+        return yes if condition else no
+    return torch.where(torch.as_tensor(condition), yes, no)
+
+
+def _load_tile(tiles: Tiles, place: list[Any], barrier: Barrier, into: Shared) -> None:
+    here, there = tiles.inside(place)
+    into.data.zero_()
+    into.data[there].copy_(tiles.tensor[here])
+    barrier.change(0, -tiles.block_type.nbytes)
+
+
+def _add_tile(tiles: Tiles, place: list[Any], source: Shared) -> None:
+    here, there = tiles.inside(place)
+    with _LOCK:
+        tiles.tensor[here] += source.data[there]
+
+
+def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    a = a.data if isinstance(a, Shared) else a
+    product = a.float() @ b.data.float()
+    assert product.shape == acc.shape
+    return acc + product if use_acc else product
+
+
+def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
+    if layout == "barriers":
+        return Barrier() if shape == [1] else Shared([Barrier() for _ in range(shape[0])])
+    return Shared(torch.full(shape, math.nan, dtype=dtype))
+
+
+def _specialize(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+    errors: list[BaseException] = []
+
+    def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _decorator(function: Any = None, **_: Any) -> Any:
+    return function or (lambda f: f)
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Pointer(value)
+    return torch.tensor(value) if isinstance(value, int) else value
+
+
+class Machine:
+    """Runs the kernels of a generated module; `launch` takes the place of flashgen's own."""
+
+    def __init__(self, text: str) -> None:
+        body = re.sub(r"^(import|from) .*\n", "", text, flags=re.MULTILINE)
+        self.program = 0
+        self.named: dict[int, Named] = defaultdict(Named)
+        self.names = {**self._names(), "__name__": "generated"}
+        exec(compile(body, "<generated>", "exec"), self.names)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.names[name]
+
+    def launch(
+        self,
+        kernel: Callable[..., None],
+        names: tuple[str, ...],
+        values: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        tiling: Any,
+        programs: int,
+    ) -> None:
+        given = [_argument(values[name]) for name in names]
+        for self.program in range(programs):
+            kernel(*given, **constants)
+            assert not any(b.here for b in self.named.values()), "a barrier is left half full"
+
+    def _names(self) -> dict[str, Any]:
+        language = SimpleNamespace(
+            constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64,
+            program_id=lambda axis: torch.tensor(self.program), cdiv=lambda a, b: -(-a // b),
+            arange=lambda first, end, layout=None: torch.arange(first, end),
+            zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            zeros_like=torch.zeros_like, where=_where, load=_load, store=_store, abs=torch.abs,
+            atomic_add=lambda *a, mask, sem: _store(*a, mask=mask, add=True),
+            exp=torch.exp, exp2=torch.exp2, sum=torch.sum, convert_layout=lambda x, layout: x,
+            minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+            maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+            static_range=range, SliceLayout=lambda *_: None, warp_specialize=_specialize,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
+            allocate_shared_memory=_allocate,
+        )  # fmt: skip
+        language.sum = lambda x, axis=None: x.sum() if axis is None else x.sum(axis)
+        mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: "barriers",
+            init=lambda barrier, count: barrier.init(count),
+            expect=lambda barrier, size: barrier.change(1, size),
+            wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
+        )
+        async_copy = SimpleNamespace(
+            mbarrier_arrive=lambda barrier, increment_count: barrier.change(128, 0)
+        )
+        hopper = SimpleNamespace(
+            accumulator=lambda n: None, operand=lambda n: None, load_tile=_load_tile,
+            add_tile=_add_tile, wait_stores=lambda n: None, barrier=lambda: None,
+            async_copy=async_copy, sync_at=lambda n: self.named[int(n)].sync(),
+            arrive_at=lambda n: self.named[int(n)].arrive(),
+        )  # fmt: skip
+        return {
+            "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,
+            "gluon": SimpleNamespace(jit=_decorator), "triton": SimpleNamespace(jit=_decorator),
+            "fence_async_shared": lambda: None, "warpgroup_mma": _product,
+            "warpgroup_mma_wait": lambda n, deps: deps if len(deps) > 1 else deps[0],
+        }  # fmt: skip

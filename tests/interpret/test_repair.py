@@ -1,0 +1,49 @@
+"""The portable kernels compute again what Hopper's found not to be finite, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import launch_hopper_backward, masks
+from flashgen.launch_backward import Saved
+from flashgen.ops.engine import engine
+
+MARK = 7.0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    B, H, S = 2, 4, 200
+    shapes = ((B, H, S, 16), (B, kv_heads, S, 16), (B, kv_heads, S, 16))
+    q, k, v = (torch.randn(s, requires_grad=True) for s in shapes)
+    attend = fg.Attention(mask=masks.causal)
+    out, lse = attend(q, k, v, backend="interpret", return_lse=True)
+    grad = torch.randn_like(out)
+    right = torch.autograd.grad(out, (q, k, v), grad)
+    flags = {
+        "q": torch.randint(0, 2, (B, H, 4), dtype=torch.int32),
+        "kv": torch.randint(0, 2, (B, kv_heads, 4), dtype=torch.int32),
+    }
+
+    def leave_marks(*arguments: Any) -> dict[str, torch.Tensor]:
+        for made in arguments[-1]:
+            made.fill_(MARK)
+        return flags
+
+    monkeypatch.setattr(launch_hopper_backward, "obstacle", lambda *_: "")
+    monkeypatch.setattr(launch_hopper_backward, "can_describe", lambda *_: "")
+    monkeypatch.setattr(launch_hopper_backward, "backward", leave_marks)
+    call = attend._check_look(q, k, v, {})
+    schedule = attend.schedule(q, k, v, block_size=(64, 64))
+    made = engine("hopper", call.bound, geometry=call.geometry, schedule=schedule, scale=call.scale)
+    saved = Saved(*(x.detach() for x in (q, k, v, out, lse)), grad, None)
+    got = made.backward(saved, None, (), (True, True, True, False))
+    for mine, exact, flag in zip(got, right, (flags["q"], flags["kv"], flags["kv"]), strict=False):
+        flagged = flag.bool().repeat_interleave(64, -1)[..., :S, None].expand_as(exact)
+        assert mine is not None
+        torch.testing.assert_close(mine[flagged], exact[flagged])
+        assert (mine[~flagged] == MARK).all()

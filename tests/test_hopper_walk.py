@@ -1,0 +1,159 @@
+"""Hopper's generated backward walked on a CPU, beside the cpu backend's gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from hopper_machine import Machine, Tiles
+
+import flashgen as fg
+from flashgen import hopper, launch, launch_hopper_backward, masks
+from flashgen.kernel_names import spell
+from flashgen.launch_backward import _key_schedule
+
+LOG2E = 1.4426950408889634
+
+
+def walk(
+    monkeypatch: pytest.MonkeyPatch,
+    attend: Any,
+    tensors: list[torch.Tensor],
+    grad: torch.Tensor,
+    *,
+    tile: int = 128,
+    **data: Any,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """dq, dk and dv by the generated kernels, and the flags of what isn't finite."""
+    q, k, v = tensors
+    call = attend._check_look(q, k, v, dict(data))
+    planned = {name: x for name, x in data.items() if name != "scale"}
+    schedule = attend.schedule(q, k, v, block_size=(tile, 128), **planned)
+    out, lse = attend(q, k, v, backend="cpu", return_lse=True, **data)
+    bound, geometry = spell(call.bound), call.geometry
+    padded = math.ceil(q.shape[2] / tile) * tile
+    rows = torch.full((*lse.shape[:2], padded), torch.inf)
+    rows[..., : lse.shape[2]] = torch.where(lse == -torch.inf, torch.inf, lse.float() * LOG2E)
+    delta = torch.zeros_like(rows)
+    delta[..., : lse.shape[2]] = (out.float() * grad.float()).sum(-1)
+    changed = call.bound.spec.score is not None or call.softcap is not None
+    values = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "grad_out_ptr": grad, "lse_log2_ptr": rows,
+        "delta_ptr": delta, "padded_len": padded, "heads": geometry.heads,
+        "kv_heads": geometry.kv_heads, "group": geometry.group, "capacity": geometry.kv_len,
+        "scale": call.scale, "scale_log2": LOG2E if changed else call.scale * LOG2E,
+        "softcap": call.softcap, **launch.position_values(geometry), **launch.data_values(bound),
+        **_key_schedule(schedule),
+    }  # fmt: skip
+    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    made = launch_hopper_backward.generate(bound.spec, variant)
+    machine = Machine(made.text)
+    monkeypatch.setattr(launch_hopper_backward, "_module", lambda *_: (machine, made))
+    monkeypatch.setattr(launch_hopper_backward, "launch", machine.launch)
+    monkeypatch.setattr(hopper, "descriptor", Tiles)
+    grads = [torch.full_like(x, torch.nan) for x in tensors]
+    flags = launch_hopper_backward.backward(
+        bound.spec, variant, values, geometry, schedule.block_size, tuple(grads)
+    )
+    return grads, flags
+
+
+def inputs(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int) -> tuple[list[Any], Any]:
+    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv))
+    tensors = [torch.randn(s).half().requires_grad_() for s in shapes]
+    return tensors, torch.randn(B, H, S, Dv).half()
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    attend: Any,
+    tensors: list[Any],
+    grad: Any,
+    tile: int = 128,
+    **data: Any,
+) -> None:
+    out = attend(*tensors, backend="cpu", **data)
+    right = torch.autograd.grad(out, tensors, grad)
+    bare = [x.detach() for x in tensors]
+    got, flags = walk(monkeypatch, attend, bare, grad, tile=tile, **data)
+    assert not flags["q"].any()
+    assert not flags["kv"].any()
+    for name, mine, exact in zip("qkv", got, right, strict=True):
+        error, size = (mine.float() - exact.float()).norm(), exact.float().norm()
+        # What both round to half is p and ds; one key alone has no gradient but that error.
+        assert error <= 4e-3 * size + 1e-2, f"d{name}: {error} of {size}"
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 96)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (100, 300), (300, 140)], ids=str)
+def test_lengths(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    tensors, grad = inputs(1, 1, 1, *lengths, *dims)
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad)
+
+
+def test_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(2, 6, 2, 150, 200, 64, 64)
+    check(monkeypatch, fg.Attention(masks.local(left=90, right=20)), tensors, grad)
+
+
+@pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.id)
+def test_masks(monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
+    B, H, S, T = 2, 2, 150, 290 if case.below_zero else 150
+    data = case.build(B, H, S, T, torch.Generator().manual_seed(0))
+    tensors, grad = inputs(B, H, H, S, T, 64, 64)
+    check(monkeypatch, fg.Attention(mask=case.bound(data)), tensors, grad)
+
+
+@fg.attention(mask=masks.causal, softcap=9.0)
+def bent(score, h, q_idx, kv_idx, slope: fg.Tensor):
+    return 1.5 * score + slope[h] * (kv_idx - q_idx)
+
+
+def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(1, 2, 1, 200, 200, 64, 64)
+    check(monkeypatch, bent, tensors, grad, slope=torch.rand(2))
+
+
+def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(1, 1, 1, 130, 130, 128, 128)
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, scale=-0.2)
+
+
+def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(1, 2, 2, 520, 260, 128, 128)
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=256)
+
+
+def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(3, 2, 1, 150, 300, 64, 64)
+    lens = torch.tensor([300, 41, 177], dtype=torch.int32)
+    beyond = torch.arange(300) >= lens[:, None]
+    attend = fg.Attention(mask=masks.sliding_window(window=64))
+    given = {"kv_lens": lens, "q_offset": 0}
+    right = torch.autograd.grad(attend(*tensors, backend="cpu", **given), tensors, grad)
+    spoilt = [x.detach().clone() for x in tensors]
+    for x, poison in ((spoilt[1], torch.nan), (spoilt[2], torch.inf)):
+        x.masked_fill_(beyond[:, None, :, None], poison)
+    got, flags = walk(monkeypatch, attend, spoilt, grad, **given)
+    assert not flags["q"].any()
+    assert not flags["kv"].any()
+    for mine, exact in zip(got, right, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_not_finite_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(1, 1, 1, 300, 300, 64, 64)
+    doc = (torch.arange(300) // 150)[None]
+    tensors[2].detach()[:, :, 20] = torch.inf
+    attend = fg.Attention(mask=masks.causal_document)
+    got, flags = walk(monkeypatch, attend, [x.detach() for x in tensors], grad, doc=doc)
+    for mine, flag in zip(got, (flags["q"], flags["kv"], flags["kv"]), strict=True):
+        tiles = mine.isfinite().all(-1).split(128, -1)
+        spoilt = torch.stack([~tile.all(-1) for tile in tiles], -1)
+        assert (spoilt <= flag.bool()).all()
+    assert flags["q"].tolist() == [[[1, 1, 0]]]
