@@ -127,8 +127,9 @@ def tilings(
 ) -> _Pair:
     """The blocks of the two kernels on a schedule's tiles: (block_m queries, block_n keys) each.
 
-    A score function's derivative wants registers: small blocks for it. `per_pair`: the first one
-    writes gradients of data for each pair, at addresses that take as many as its products."""
+    A score function's derivative wants registers, and so does dropout: small blocks for them.
+    `per_pair`: the first kernel writes gradients of data for each pair, at addresses that take as
+    many as its products."""
     queries, keys = _tilings(target, dtype, head_dim, v_head_dim, block_size, has_score)
     if per_pair and target.backend != "interpret":
         warps = 8 if target.backend == "cuda" else 4
@@ -323,7 +324,12 @@ class _Run:
         dims = (head_dim, v_head_dim)
         changed = bound.spec.score is not None or softcap is not None
         self.tilings = tilings(
-            target, saved.q.dtype, *dims, schedule.block_size, changed, self.made.per_pair
+            target,
+            saved.q.dtype,
+            *dims,
+            schedule.block_size,
+            changed or dropout is not None,
+            self.made.per_pair,
         )
         tile, is_packed = schedule.block_size[0], geometry.packing is not None
         self.spoilt: dict[str, torch.Tensor] = {}

@@ -26,8 +26,8 @@ from .spec import Bound, Spec
 from .tiling import Tiling
 from .tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
 
-_MERGING = Tiling(0, 0, 4, 1)
-_CHUNK = 16
+MERGING = Tiling(0, 0, 4, 1)
+CHUNK = 16
 # What stands for a GPU's multiprocessors where kernels are interpreted.
 _INTERPRETED = 4
 
@@ -120,7 +120,7 @@ def forward(
         values["scale_log2"] = LOG2E
     for letter, tensor in (("q", q), ("k", k), ("v", v)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
-    constants = _constants(q, [q, k, v], blocks, partial=splits.count > 1)
+    constants = constants_of(q, [q, k, v], blocks, partial=splits.count > 1)
     if bound.spec.mask is not None:
         assert schedule is not None
         values |= _schedule_values(schedule, geometry)
@@ -148,14 +148,14 @@ def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch
     }  # fmt: skip
     constants = {
         "BLOCK_D": max(16, 1 << (width - 1).bit_length()),
-        "CHUNK": _CHUNK,
+        "CHUNK": CHUNK,
         "FLOAT": tl.float64 if parts.dtype == torch.float64 else tl.float32,
     }
     arguments = emit_decode.merging().arguments
-    launch(_merging(key_parts()), arguments, values, constants, _MERGING, lse.numel())
+    launch(_merging(key_parts()), arguments, values, constants, MERGING, lse.numel())
 
 
-def _constants(
+def constants_of(
     q: torch.Tensor, aligned: list[torch.Tensor], blocks: Blocks, *, partial: bool
 ) -> dict[str, Any]:
     import triton.language as tl

@@ -36,7 +36,8 @@ def test_each_example_is_run_here():
     programs = {name for name in NAMES if "__main__" in (EXAMPLES / f"{name}.py").read_text()}
     training = {f"train_{what}" for what in TRAINING}
     assert programs - training == {
-        "causal_documents", "first_mask", "flex_functions", "generate_paged", "share_schedule"
+        "causal_documents", "first_mask", "flex_functions", "generate_paged", "latent_layer",
+        "share_schedule", "speculative_tree",
     }  # fmt: skip
     assert training <= programs
 
@@ -65,6 +66,15 @@ def test_two_answers_in_one_row_are_two_rows(load):
         own = (batch.tokens[:, seen], batch.positions[:, seen], batch.targets[:, seen])
         alone = model(small.Batch(*own, {}, batch.mask), causal)
         torch.testing.assert_close(together[:, seen], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_decoding(load, capsys: pytest.CaptureFixture[str]):
+    """Both compare what they decode with recomputation, and fail where it differs."""
+    load("speculative_tree").main()
+    load("latent_layer").main()
+    printed = capsys.readouterr().out
+    assert "each equals decoding its path token by token" in printed
+    assert "3 tokens decoded; each equals attention on expanded keys and values" in printed
 
 
 def test_causal_documents(load, capfd: pytest.CaptureFixture[str]):

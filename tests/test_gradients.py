@@ -12,6 +12,7 @@ from strategies import Problem, bounded
 
 import flashgen as fg
 from flashgen import masks
+from flashgen.reference import attention_reference
 
 S = 4
 
@@ -123,3 +124,23 @@ def test_random_functions(drawn: tuple[Problem, ScoreText]) -> None:
 @given(learning_problems(most=60, depth=6))
 def test_many_random_functions(drawn: tuple[Problem, ScoreText]) -> None:
     check_against_dense(*drawn, backend="cpu", dtype=torch.float64, tolerance=1e-8)
+
+
+def test_large_scores_in_half_precision() -> None:
+    """Distances up to 1024 are added in float32, so that bfloat16 inputs do no harm."""
+
+    def far(score, q_idx, kv_idx):
+        return score + (kv_idx - q_idx)
+
+    leaves = [torch.randn(1, 1, 1025, 16).bfloat16().requires_grad_() for _ in range(3)]
+    out = fg.Attention(masks.causal, far)(*leaves)
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, leaves, grad)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    away = torch.arange(1025) - torch.arange(1025)[:, None]
+    right, _ = attention_reference(*exact, mask=away <= 0, score=lambda s: s + away)
+    theirs = torch.autograd.grad(right, exact, grad.double())
+    for mine, wanted in zip((out, *ours), (right, *theirs), strict=True):
+        assert mine.isfinite().all()
+        # The result is rounded to 8 bits, and so is `out`, of which 16 products make delta.
+        torch.testing.assert_close(mine.double(), wanted, rtol=2**-8, atol=16 * 2**-9)

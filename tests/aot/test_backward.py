@@ -57,7 +57,8 @@ def compile_backward(
         else (1.0 if name in floats else 3)
         for name in names
     ]
-    arch, changed = target_of(*aot.TARGETS[target]), bool(spec.score or spec.softcap)
+    arch = target_of(*aot.TARGETS[target])
+    changed = bool(spec.score or spec.softcap or variant.dropout)
     pair = tilings(arch, dtype, head_dim, head_dim, tile, changed, made.per_pair)
     tiling = pair[kind == "kv"]
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)

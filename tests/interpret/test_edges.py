@@ -239,6 +239,23 @@ def test_rows_and_batches_beyond_32_bits() -> None:
         del buffers, k, v
 
 
+def test_gradients_beyond_32_bits() -> None:
+    """Rows of keys and of the output's gradient that lie 2^31 elements apart in all."""
+    S, far = 20, 2**31 + 2**20
+    strides = (0, 0, far // (S - 1), 1)
+    buffers = [torch.empty(far + 2**16, dtype=torch.float16) for _ in range(2)]
+    k, grad = (x.as_strided((1, 1, S, 16), strides).normal_() for x in buffers)
+    q, v = (torch.randn(1, 1, S, 16).half().requires_grad_() for _ in range(2))
+    k = k.detach().requires_grad_()
+    out = fg.Attention(masks.causal)(q, k, v, backend="interpret")
+    ours = torch.autograd.grad(out, (q, v), grad)
+    near = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+            for x in (q, k, v)]  # fmt: skip
+    out = fg.Attention(masks.causal)(*near, backend="interpret")
+    theirs = torch.autograd.grad(out, (near[0], near[2]), grad.contiguous())
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
 def test_a_matrix_of_50000_squared() -> None:
     """A flattened index beyond 2^31, into data and into a bias that is expanded."""
     S = 50_000

@@ -1,0 +1,416 @@
+# flashgen 0.1.0
+# spec causal
+#   mask    kv_idx <= q_idx
+#   with    MLA(rank=512, rope=64)
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  max[kv](kv_idx) <= min[q](q_idx)
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def seek(list, width, tiles, RATIO: tl.constexpr):
+    """The run that holds what comes after so many tiles of a list, and the tiles before the run."""
+    before = 0
+    run = 0
+    passed = 0
+    searched = 1
+    for start in range(0, width - 2, 64):
+        lane = start + tl.arange(0, 64)
+        first = tl.load(list + 2 * lane, mask=lane < width - 2, other=0)
+        past = tl.load(list + 2 * lane + 1, mask=lane < width - 2, other=0)
+        size = (past - first) * RATIO
+        ends = before + tl.cumsum(size, 0)
+        # What lies behind the last run is never written; a run that is looked for comes before it.
+        found = tl.min(tl.where(ends > tiles, lane, width), 0)
+        is_here = (searched > 0) & (found < width)
+        run = tl.where(is_here, found, run)
+        passed = tl.where(is_here, tl.sum(tl.where(lane == found, ends - size, 0), 0), passed)
+        searched = tl.where(is_here, 0, searched)
+        before = tl.sum(tl.where(lane == start + 63, ends, 0), 0)
+    return run, passed
+
+
+@triton.jit(noinline=True)
+def select_rows(
+    q_ptr, k_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks, runs_width, heads,
+    group, splits, q_len, scale_log2, kv_len, q_offset, b, h_kv, chunk, q_block, split, share_from,
+    share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TILE_N: tl.constexpr, PARTIAL: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """0 x inf is NaN: a value that a row must not see has reached its sum. These rows once more,
+    from the LSE: first the finite values, then what the rows see of NaN, inf and -inf."""
+    columns = tl.arange(0, BLOCK_N)
+    dims_128 = tl.arange(0, 128)[None, :]
+    dims_64 = tl.arange(0, 64)[None, :]
+
+    k_rows = columns[:, None] * stride_ks.to(OFFSET)
+    # Sixteen rows at a time, which aren't turned: no wgmma, as it must not cross a call.
+    for step in range(BLOCK_M // 16 * 4):
+        kind = step % 4
+        index = step // 4 * 16 + tl.arange(0, 16)
+        q_row = q_block * (BLOCK_M // GROUP) + index // GROUP
+        member = chunk * GROUP + index % GROUP
+        inside = (q_row < q_len) & (member < group)
+        head = h_kv * group + tl.minimum(member, group - 1)
+        results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
+        q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
+        q0 = tl.load(
+            q_ptr + q_rows + dims_128,
+            mask=inside[:, None],
+            other=0.0,
+        )
+        q1 = tl.load(
+            q_ptr + q_rows + (128 + dims_128),
+            mask=inside[:, None],
+            other=0.0,
+        )
+        q2 = tl.load(
+            q_ptr + q_rows + (256 + dims_128),
+            mask=inside[:, None],
+            other=0.0,
+        )
+        q3 = tl.load(
+            q_ptr + q_rows + (384 + dims_128),
+            mask=inside[:, None],
+            other=0.0,
+        )
+        q4 = tl.load(
+            q_ptr + q_rows + (512 + dims_64),
+            mask=inside[:, None],
+            other=0.0,
+        )
+        h = head[:, None]
+        q_idx = q_row[:, None] + q_offset
+
+        lse = tl.load(lse_ptr + results, mask=inside[:, None], other=0.0)
+        if not PARTIAL:
+            lse *= LOG2E
+        acc0 = tl.zeros([16, 128], FLOAT)
+        acc1 = tl.zeros([16, 128], FLOAT)
+        acc2 = tl.zeros([16, 128], FLOAT)
+        acc3 = tl.zeros([16, 128], FLOAT)
+        run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+        walk = runs + 2 * run
+        tile = tl.load(walk) * (TILE_N // BLOCK_N)
+        end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
+        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+        tile += share_from - passed
+
+        for _ in tl.range(share_to - share_from, num_stages=1):
+            first_key = tile * BLOCK_N
+            k_tile = k_ptr + first_key * stride_ks
+            valid = columns[:, None] < kv_len - first_key
+            k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
+            k1 = tl.load(k_tile + (k_rows + (128 + dims_128)), mask=valid, other=0.0)
+            k2 = tl.load(k_tile + (k_rows + (256 + dims_128)), mask=valid, other=0.0)
+            k3 = tl.load(k_tile + (k_rows + (384 + dims_128)), mask=valid, other=0.0)
+            k4 = tl.load(k_tile + (k_rows + (512 + dims_64)), mask=valid, other=0.0)
+            s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
+            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION, out_dtype=FLOAT)
+            s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION, out_dtype=FLOAT)
+            s = tl.dot(q3, tl.trans(k3), s, input_precision=PRECISION, out_dtype=FLOAT)
+            s = tl.dot(q4, tl.trans(k4), s, input_precision=PRECISION, out_dtype=FLOAT)
+            kv_idx = first_key + columns[None, :]
+            keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
+            s = tl.where(keep, s, float("-inf"))
+
+            p = tl.where(kind == 0, tl.exp2(s * scale_log2 - lse), 1.0)
+            p = tl.where(s == float("-inf"), 0.0, p)
+            v0 = k0
+            chosen = v0 == tl.where(kind == 2, float("inf"), float("-inf"))
+            chosen = tl.where(kind == 1, v0 != v0, chosen).to(v0.dtype)
+            is_finite = tl.abs(v0) < float("inf")
+            v0 = tl.where(kind == 0, tl.where(is_finite, v0, 0.0), chosen)
+            acc0 = tl.dot(p.to(v0.dtype), v0, acc0, input_precision=PRECISION, out_dtype=FLOAT)
+            v1 = k1
+            chosen = v1 == tl.where(kind == 2, float("inf"), float("-inf"))
+            chosen = tl.where(kind == 1, v1 != v1, chosen).to(v1.dtype)
+            is_finite = tl.abs(v1) < float("inf")
+            v1 = tl.where(kind == 0, tl.where(is_finite, v1, 0.0), chosen)
+            acc1 = tl.dot(p.to(v1.dtype), v1, acc1, input_precision=PRECISION, out_dtype=FLOAT)
+            v2 = k2
+            chosen = v2 == tl.where(kind == 2, float("inf"), float("-inf"))
+            chosen = tl.where(kind == 1, v2 != v2, chosen).to(v2.dtype)
+            is_finite = tl.abs(v2) < float("inf")
+            v2 = tl.where(kind == 0, tl.where(is_finite, v2, 0.0), chosen)
+            acc2 = tl.dot(p.to(v2.dtype), v2, acc2, input_precision=PRECISION, out_dtype=FLOAT)
+            v3 = k3
+            chosen = v3 == tl.where(kind == 2, float("inf"), float("-inf"))
+            chosen = tl.where(kind == 1, v3 != v3, chosen).to(v3.dtype)
+            is_finite = tl.abs(v3) < float("inf")
+            v3 = tl.where(kind == 0, tl.where(is_finite, v3, 0.0), chosen)
+            acc3 = tl.dot(p.to(v3.dtype), v3, acc3, input_precision=PRECISION, out_dtype=FLOAT)
+            tile += 1
+            is_last = tile == end
+            tile = tl.where(is_last, next_tile, tile)
+            end = tl.where(is_last, next_end, end)
+            walk += tl.where(is_last, 2, 0)
+            next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+            next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+
+        seen = tl.where(kind == 2, float("inf"), float("-inf"))
+        seen = tl.where(kind == 1, float("nan"), seen)
+        tl.debug_barrier()
+        address = out_ptr + results * 512 + dims_128
+        is_stored = inside[:, None]
+        if kind > 0:
+            before = tl.load(address, mask=is_stored, other=0.0).to(FLOAT)
+            acc0 = before + tl.where(acc0 > 0, seen, 0.0)
+        tl.store(address, acc0.to(out_ptr.dtype.element_ty), mask=is_stored)
+        address = out_ptr + results * 512 + (128 + dims_128)
+        is_stored = inside[:, None]
+        if kind > 0:
+            before = tl.load(address, mask=is_stored, other=0.0).to(FLOAT)
+            acc1 = before + tl.where(acc1 > 0, seen, 0.0)
+        tl.store(address, acc1.to(out_ptr.dtype.element_ty), mask=is_stored)
+        address = out_ptr + results * 512 + (256 + dims_128)
+        is_stored = inside[:, None]
+        if kind > 0:
+            before = tl.load(address, mask=is_stored, other=0.0).to(FLOAT)
+            acc2 = before + tl.where(acc2 > 0, seen, 0.0)
+        tl.store(address, acc2.to(out_ptr.dtype.element_ty), mask=is_stored)
+        address = out_ptr + results * 512 + (384 + dims_128)
+        is_stored = inside[:, None]
+        if kind > 0:
+            before = tl.load(address, mask=is_stored, other=0.0).to(FLOAT)
+            acc3 = before + tl.where(acc3 > 0, seen, 0.0)
+        tl.store(address, acc3.to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+# Values never specialise: new lengths, strides, scalars and data run the same binary.
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
+        "schedule_stride_b", "schedule_stride_h", "runs_width", "heads", "group", "splits",
+        "split_tiles", "q_len", "kv_len", "q_offset", "scale_log2"
+    ],
+    do_not_specialize_on_alignment=[],
+)
+def attention_decode(
+    q_ptr,
+    k_ptr,
+    out_ptr,
+    lse_ptr,
+    counts,
+    runs,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qs: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_ks: tl.int64,
+    schedule_stride_b: tl.int64,
+    schedule_stride_h: tl.int64,
+    runs_width: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    splits: tl.int32,
+    split_tiles: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    scale_log2: tl.float32,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Blocks of the same keys are neighbours: the second finds them in the cache.
+    chunks = tl.cdiv(group, GROUP)
+    blocks = chunks * tl.cdiv(q_len, BLOCK_M // GROUP)
+    chunk = tl.program_id(0) % chunks
+    q_block = tl.program_id(0) % blocks // chunks
+    split = tl.program_id(0) // blocks % splits
+    kv_heads = heads // group
+    h_kv = tl.program_id(0) // blocks // splits % kv_heads
+    b = tl.program_id(0) // blocks // splits // kv_heads
+
+    # Strides that keep 16-byte alignment say so.
+    stride_qb = stride_qb // ALIGN * ALIGN
+    stride_qh = stride_qh // ALIGN * ALIGN
+    stride_qs = stride_qs // ALIGN * ALIGN
+    stride_kb = stride_kb // ALIGN * ALIGN
+    stride_kh = stride_kh // ALIGN * ALIGN
+    stride_ks = stride_ks // ALIGN * ALIGN
+    q_ptr += b * stride_qb
+    k_ptr += b * stride_kb + h_kv * stride_kh
+
+    index = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    dims_128 = tl.arange(0, 128)[None, :]
+    dims_64 = tl.arange(0, 64)[None, :]
+
+    k_rows = columns[:, None] * stride_ks.to(OFFSET)
+    q_row = q_block * (BLOCK_M // GROUP) + index // GROUP
+    member = chunk * GROUP + index % GROUP
+    inside = (q_row < q_len) & (member < group)
+    head = h_kv * group + tl.minimum(member, group - 1)
+    results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
+    q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
+    q0 = tl.load(
+        q_ptr + q_rows + dims_128,
+        mask=inside[:, None],
+        other=0.0,
+    )
+    q0 = tl.trans(q0)
+    q1 = tl.load(
+        q_ptr + q_rows + (128 + dims_128),
+        mask=inside[:, None],
+        other=0.0,
+    )
+    q1 = tl.trans(q1)
+    q2 = tl.load(
+        q_ptr + q_rows + (256 + dims_128),
+        mask=inside[:, None],
+        other=0.0,
+    )
+    q2 = tl.trans(q2)
+    q3 = tl.load(
+        q_ptr + q_rows + (384 + dims_128),
+        mask=inside[:, None],
+        other=0.0,
+    )
+    q3 = tl.trans(q3)
+    q4 = tl.load(
+        q_ptr + q_rows + (512 + dims_64),
+        mask=inside[:, None],
+        other=0.0,
+    )
+    q4 = tl.trans(q4)
+    h = head[None, :]
+    q_idx = q_row[None, :] + q_offset
+
+    m = tl.full([BLOCK_M], float("-inf"), FLOAT)
+    l = tl.zeros([BLOCK_N, BLOCK_M], FLOAT)
+    acc0 = tl.zeros([128, BLOCK_M], FLOAT)
+    acc1 = tl.zeros([128, BLOCK_M], FLOAT)
+    acc2 = tl.zeros([128, BLOCK_M], FLOAT)
+    acc3 = tl.zeros([128, BLOCK_M], FLOAT)
+
+    # Tiles of the row, and this split's share of them.
+    schedule_row = b * schedule_stride_b + h_kv * schedule_stride_h
+    schedule_row += q_block * (BLOCK_M // GROUP) // TILE_M
+    runs += schedule_row * (2 * runs_width)
+    tiles = tl.load(counts + schedule_row) * (TILE_N // BLOCK_N)
+    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
+    share_from = tl.minimum(split * share, tiles)
+    share_to = tl.minimum(share_from + share, tiles)
+    run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+    walk = runs + 2 * run
+    tile = tl.load(walk) * (TILE_N // BLOCK_N)
+    end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
+    next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+    next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+    tile += share_from - passed
+
+    for _ in range(share_to - share_from):
+        first_key = tile * BLOCK_N
+        k_tile = k_ptr + first_key * stride_ks
+        valid = columns[:, None] < kv_len - first_key
+        k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
+        k1 = tl.load(k_tile + (k_rows + (128 + dims_128)), mask=valid, other=0.0)
+        k2 = tl.load(k_tile + (k_rows + (256 + dims_128)), mask=valid, other=0.0)
+        k3 = tl.load(k_tile + (k_rows + (384 + dims_128)), mask=valid, other=0.0)
+        k4 = tl.load(k_tile + (k_rows + (512 + dims_64)), mask=valid, other=0.0)
+        s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
+        s = tl.dot(k1, q1, s, input_precision=PRECISION, out_dtype=FLOAT)
+        s = tl.dot(k2, q2, s, input_precision=PRECISION, out_dtype=FLOAT)
+        s = tl.dot(k3, q3, s, input_precision=PRECISION, out_dtype=FLOAT)
+        s = tl.dot(k4, q4, s, input_precision=PRECISION, out_dtype=FLOAT)
+        kv_idx = first_key + columns[:, None]
+        keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
+        s = tl.where(keep, s, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(s, 0) * scale_log2)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - m_safe[None, :])
+        alpha = tl.exp2(m - m_safe)[None, :]
+        l = l * alpha + p
+        m = m_new
+        v0 = k0
+        acc0 *= alpha
+        acc0 = tl.dot(
+            tl.trans(v0), p.to(v0.dtype), acc0, input_precision=PRECISION, out_dtype=FLOAT
+        )
+        v1 = k1
+        acc1 *= alpha
+        acc1 = tl.dot(
+            tl.trans(v1), p.to(v1.dtype), acc1, input_precision=PRECISION, out_dtype=FLOAT
+        )
+        v2 = k2
+        acc2 *= alpha
+        acc2 = tl.dot(
+            tl.trans(v2), p.to(v2.dtype), acc2, input_precision=PRECISION, out_dtype=FLOAT
+        )
+        v3 = k3
+        acc3 *= alpha
+        acc3 = tl.dot(
+            tl.trans(v3), p.to(v3.dtype), acc3, input_precision=PRECISION, out_dtype=FLOAT
+        )
+        tile += 1
+        is_last = tile == end
+        tile = tl.where(is_last, next_tile, tile)
+        end = tl.where(is_last, next_end, end)
+        walk += tl.where(is_last, 2, 0)
+        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+
+    total = tl.sum(l, 0)
+
+    # A row without keys: the sum is 0, the output 0 and the LSE -inf.
+    divisor = tl.where(total == 0.0, 1.0, total)
+    lse = m + tl.log2(divisor)
+    if not PARTIAL:
+        lse *= LN2
+    tl.store(lse_ptr + results, lse[:, None], mask=inside[:, None])
+    spoilt = 0
+    acc0 /= divisor[None, :]
+    spoilt += tl.sum((~(tl.abs(acc0) < float("inf"))).to(tl.int32))
+    tl.store(
+        out_ptr + results * 512 + dims_128,
+        tl.trans(acc0).to(out_ptr.dtype.element_ty),
+        mask=inside[:, None],
+    )
+    acc1 /= divisor[None, :]
+    spoilt += tl.sum((~(tl.abs(acc1) < float("inf"))).to(tl.int32))
+    tl.store(
+        out_ptr + results * 512 + (128 + dims_128),
+        tl.trans(acc1).to(out_ptr.dtype.element_ty),
+        mask=inside[:, None],
+    )
+    acc2 /= divisor[None, :]
+    spoilt += tl.sum((~(tl.abs(acc2) < float("inf"))).to(tl.int32))
+    tl.store(
+        out_ptr + results * 512 + (256 + dims_128),
+        tl.trans(acc2).to(out_ptr.dtype.element_ty),
+        mask=inside[:, None],
+    )
+    acc3 /= divisor[None, :]
+    spoilt += tl.sum((~(tl.abs(acc3) < float("inf"))).to(tl.int32))
+    tl.store(
+        out_ptr + results * 512 + (384 + dims_128),
+        tl.trans(acc3).to(out_ptr.dtype.element_ty),
+        mask=inside[:, None],
+    )
+    if spoilt > 0:
+        tl.debug_barrier()
+        select_rows(
+            q_ptr, k_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks, runs_width,
+            heads, group, splits, q_len, scale_log2, kv_len, q_offset, b, h_kv, chunk, q_block,
+            split, share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_N, PARTIAL, OFFSET, FLOAT,
+            PRECISION,
+        )

@@ -1,0 +1,129 @@
+"""Kernels for few queries: their text, kept as files, and what they cost where they'd run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from golden_kernels import GOLDEN
+from test_golden import kernel_file  # noqa: F401
+
+import flashgen as fg
+from flashgen import emit, emit_decode, launch, launch_decode, masks, tiling
+from flashgen.aot import TARGETS
+from flashgen.aot_decode import compile_decode, compile_merge
+from flashgen.kernel_names import spell
+from flashgen.spec import Spec
+
+
+class Decoding(NamedTuple):
+    """An attention, and a call's queries, keys and other arguments."""
+
+    attention: fg.Attention
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def parts(self) -> tuple[Spec, emit.Variant]:
+        q, k = (torch.empty(shape, dtype=torch.bfloat16) for shape in (self.q, self.k))
+        latent = self.attention._program.heads is not None
+        call = self.attention._check_look(q, k, None if latent else k, dict(self.arguments))
+        bound = spell(call.bound)
+        dims = (q.shape[-1], call.v.shape[-1])
+        return bound.spec, launch.variant_of(bound, call.geometry, *dims)
+
+    def text(self) -> str:
+        return launch_decode.generate(*self.parts()).text
+
+
+LENS = torch.full((2,), 90, dtype=torch.int32)
+TABLE = torch.arange(12, dtype=torch.int32).reshape(2, 6)
+DECODING = {
+    "full": Decoding(fg.Attention(), (2, 8, 1, 128), (2, 2, 96, 128), {}),
+    "sliding_window": Decoding(
+        fg.Attention(masks.sliding_window, softcap=30.0, sinks=True),
+        (2, 8, 1, 128),
+        (2, 2, 96, 128),
+        {"window": 32, "kv_lens": LENS, "sinks": torch.zeros(8)},
+    ),
+    "alibi": Decoding(
+        GOLDEN["alibi"].attention, (2, 4, 3, 64), (2, 2, 96, 64), {"slope": torch.zeros(4)}
+    ),
+    "paged": Decoding(
+        fg.Attention(masks.causal),
+        (2, 8, 1, 128),
+        (12, 16, 2, 128),
+        {"page_table": TABLE, "kv_lens": LENS},
+    ),
+    "latent": Decoding(
+        fg.Attention(masks.causal, heads=fg.MLA(rank=512, rope=64)),
+        (2, 16, 1, 576),
+        (2, 1, 96, 576),
+        {"scale": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_decode(name, kernel_file):  # noqa: F811
+    assert DECODING[name].text() == kernel_file
+
+
+def test_merge(kernel_file):  # noqa: F811
+    assert emit_decode.merging().text == kernel_file
+
+
+def test_visit(kernel_file):  # noqa: F811
+    assert emit_decode.visiting().text == kernel_file
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_lines_are_short(name):
+    assert max(map(len, DECODING[name].text().splitlines())) <= 100
+
+
+def check(name: str, target: str, rows: tuple[int, int] = (1, 4)) -> None:
+    spec, variant = DECODING[name].parts()
+    found = compile_decode(spec, variant, target, rows=rows)
+    assert found.shared <= tiling.target_of(*TARGETS[target]).shared
+    assert not found.warnings
+    if variant.head_dim <= 128:
+        assert found.spills == 0
+    if target == "sm_90":
+        assert "wgmma.mma_async" in found.assembly
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("sliding_window", "sm_90"), ("full", "sm_80"), ("alibi", "gfx942")]
+)
+def test_a_few_kernels(name, target):
+    check(name, target)
+
+
+def test_latent_values_are_loaded_once():
+    """Copies to shared memory: of the keys' parts, none of values."""
+    text = DECODING["latent"].text()
+    loop = text[text.index("def attention_decode(") :]
+    assert loop.count("tl.load(k_tile") == 5
+    assert "v_ptr" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [(1, 1), (1, 4), (16, 4), (3, 12)], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["full", "sliding_window", "alibi", "paged"])
+def test_every_kernel(name, target, rows):
+    check(name, target, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("target", ["sm_90", "sm_80", "sm_100"])
+def test_latent_kernels(target, heads):
+    check("latent", target, (1, heads))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_merging(target):
+    assert compile_merge(target).spills == 0

@@ -1,0 +1,89 @@
+"""Latent heads: their scale, absorbed and expanded up-projections, gradients on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import dense
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import latent, masks
+
+RANK, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
+
+
+def test_the_scale_is_that_of_expanded_heads():
+    """DeepSeek-V3's, from its configuration: factor 40, mscale_all_dim 1."""
+    assert latent.softmax_scale(128, 64) == pytest.approx(0.0721688, abs=1e-7)
+    mscale = 0.1 * math.log(40) + 1
+    assert mscale == pytest.approx(1.36888, abs=1e-5)
+    scale = latent.softmax_scale(128, 64, factor=40, mscale_all_dim=1.0)
+    assert scale == pytest.approx(0.135234, abs=1e-6)
+    assert latent.softmax_scale(128, 64, factor=0.5, mscale_all_dim=1.0) == 192**-0.5
+
+
+@pytest.mark.parametrize("sizes", [(0, 64), (128, -1)])
+def test_sizes_that_make_no_scale(sizes):
+    with pytest.raises(fg.FlashgenError, match="make no scale"):
+        latent.softmax_scale(*sizes)
+
+
+@pytest.fixture
+def layer():
+    """q_nope, q_rope, kv, w_key, w_value of two sequences, 4 queries and 9 keys."""
+    shapes = (
+        *((2, HEADS, 4, NOPE), (2, HEADS, 4, ROPE), (2, 1, 9, RANK + ROPE)),
+        *((HEADS, NOPE, RANK), (HEADS, VALUE, RANK)),
+    )
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def test_absorbed_and_expanded_are_the_same(layer):
+    q_nope, q_rope, kv, w_key, w_value = layer
+    scale = latent.softmax_scale(NOPE, ROPE)
+    attend = fg.Attention(masks.causal, heads=fg.MLA(RANK, ROPE))
+    out = attend(latent.absorb_queries(q_nope, q_rope, w_key), kv, scale=scale)
+    k, v = latent.expand_cache(kv, w_key, w_value)
+    assert k.shape == (2, HEADS, 9, NOPE + ROPE)
+    assert v.shape == (2, HEADS, 9, VALUE)
+    i, j = torch.arange(4)[:, None] + 5, torch.arange(9)
+    right, _ = dense.attention(torch.cat([q_nope, q_rope], -1), k, v, j <= i)
+    torch.testing.assert_close(latent.expand_output(out, w_value), right)
+    ordinary = fg.Attention(masks.causal)(torch.cat([q_nope, q_rope], -1), k, v)
+    torch.testing.assert_close(ordinary, right)
+
+
+def test_gradients_on_the_cpu(layer):
+    """A latent row's gradient is that of a key and of a value."""
+    q = torch.randn(1, 2, 3, RANK + ROPE, dtype=torch.float64, requires_grad=True)
+    kv = torch.randn(1, 1, 5, RANK + ROPE, dtype=torch.float64, requires_grad=True)
+    attend = fg.Attention(masks.causal, heads=fg.MLA(RANK, ROPE))
+    grad = torch.randn(1, 2, 3, RANK, dtype=torch.float64)
+    got = torch.autograd.grad(attend(q, kv, scale=0.3), (q, kv), grad)
+    allowed = torch.arange(5) <= torch.arange(3)[:, None] + 2
+    scores = torch.where(allowed, q @ kv.mT * 0.3, -torch.inf)
+    right = torch.autograd.grad(scores.softmax(-1) @ kv[..., :RANK], (q, kv), grad)
+    torch.testing.assert_close(got, right)
+
+
+def test_gradients_of_the_form_that_trains():
+    """Keys of 192 and values of 128, one head each."""
+    q, k = (torch.randn(1, 2, 20, 192, dtype=torch.float64, requires_grad=True) for _ in "qk")
+    v = torch.randn(1, 2, 20, 128, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(1, 2, 20, 128, dtype=torch.float64)
+    scale = latent.softmax_scale(128, 64, factor=40, mscale_all_dim=1.0)
+    got = torch.autograd.grad(fg.Attention(masks.causal)(q, k, v, scale=scale), (q, k, v), grad)
+    scores = (q @ k.mT * scale).masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf)
+    right = torch.autograd.grad(scores.softmax(-1) @ v, (q, k, v), grad)
+    torch.testing.assert_close(got, right)
+
+
+def test_a_schedule_of_latent_rows(layer):
+    q, kv = torch.randn(1, 2, 3, RANK + ROPE), torch.randn(1, 1, 70, RANK + ROPE)
+    attend = fg.Attention(masks.sliding_window(window=20), heads=fg.MLA(RANK, ROPE))
+    schedule = attend.schedule(q, kv)
+    out = attend(q, kv, scale=0.2, schedule=schedule)
+    assert torch.equal(out, attend(q, kv, scale=0.2))
+    assert out.shape == (1, 2, 3, RANK)
