@@ -110,9 +110,14 @@ def alignment(tensors: list[torch.Tensor]) -> int:
     """Elements in 16 bytes if every row starts on such a boundary, else 1."""
     elements = 16 // tensors[0].element_size()
     for tensor in tensors:
-        if tensor.data_ptr() % 16 or any(s % elements for s in tensor.stride()[:-1]):
+        if tensor.data_ptr() % 16 or not _rows_align(tensor.stride(), elements):
             return 1
     return elements
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_align(strides: tuple[int, ...], elements: int) -> bool:
+    return not any(stride % elements for stride in strides[:-1])
 
 
 def precision_of(dtype: torch.dtype) -> str:

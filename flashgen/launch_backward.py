@@ -116,6 +116,7 @@ _SINGLE: _Table = (
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def tilings(
     target: Target,
     dtype: torch.dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,7 +51,7 @@ class Engine(Protocol):
 def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
     """The engine of a backend; `arguments` are those of `launch.forward`."""
     # Autograd holds the tensors, and sees when they change; the engine must not hold them too.
-    bound = replace(bound, tensors={})
+    bound = Bound(bound.spec, bound.scalars, {})
     if backend == "cpu":
         from .. import cpu
 
@@ -121,7 +120,7 @@ class Kernels:
 def _with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:
     """What the expressions read, as autograd handed it over."""
     names = (tensor.name for tensor in bound.spec.tensors)
-    return replace(bound, tensors=dict(zip(names, data, strict=True)))
+    return Bound(bound.spec, bound.scalars, dict(zip(names, data, strict=True)))
 
 
 def _wanted_data(bound: Bound, needed: Sequence[bool]) -> tuple[str, ...]:
