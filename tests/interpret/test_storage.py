@@ -1,0 +1,114 @@
+"""Interpreted kernels on packed and paged tensors: the cases of the cpu backend's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import stored
+import torch
+from cases import CASES
+from stored import Sequences
+from test_packed import LENGTHS, check_gradients, plain
+from test_packed import check as check_packed
+from test_paged import check as check_paged
+
+import flashgen as fg
+from flashgen import masks
+from flashgen.plan import plan
+from flashgen.schedule import classify
+
+POSITIONAL = stored.by_position(CASES)
+KV_LENS = [0, 1, 5, 127, 129]
+
+pytestmark = pytest.mark.usefixtures("nan_filled_empty")
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_packed_lengths(name: str) -> None:
+    sequences = Sequences.random(*zip(*LENGTHS[name], strict=True), 6, 2, 16, 24)
+    check_packed(fg.Attention(masks.causal), sequences, stored.causal, "interpret")
+    check_packed(fg.Attention(), sequences, stored.every, "interpret")
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_packed_gradients(name: str) -> None:
+    sequences = Sequences.random(*zip(*LENGTHS[name], strict=True), 4, 2)
+    attend = fg.Attention(masks.sliding_window(window=40))
+    check_gradients(attend, sequences, plain(stored.within(40)), "interpret")
+
+
+@pytest.mark.parametrize("block", [(64, 16), (16, 64), (48, 96)], ids=str)
+def test_gradients_on_every_tile(block: tuple[int, int]) -> None:
+    """Lengths of one more than a tile: all kernels lay out prepared rows alike."""
+    q_lens, kv_lens = [65, 129, 1, 17], [65, 129, 65, 49]
+    sequences = Sequences.random(q_lens, kv_lens, 2, 1)
+    tensors, arguments = sequences.packed()
+    attend = fg.Attention(masks.causal)
+    leaves = [x.requires_grad_() for x in tensors]
+    schedule = attend.schedule(*leaves, **arguments, block_size=block)
+    grads = []
+    for options in ({"backend": "interpret", "schedule": schedule}, {"backend": "cpu"}):
+        out = attend(*leaves, **arguments, **options)
+        grads.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", POSITIONAL[::8], ids=lambda case: case.id)
+def test_masks(case: Any) -> None:
+    q_lens, kv_lens = [40, 70, 1], [70, 70, 33]
+    data = case.build(3, 2, 70, 70, torch.Generator().manual_seed(5))
+    allowed = stored.of_case(case, data, 3, 2)
+    attend = fg.Attention(case.bound(data))
+    sequences = Sequences.random(q_lens, kv_lens, 2, 2)
+    check_packed(attend, sequences, allowed, "interpret")
+    check_paged(attend, sequences, allowed, 16, backend="interpret", packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", POSITIONAL, ids=lambda case: case.id)
+def test_every_mask(case: Any) -> None:
+    test_masks(case)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages(size: int, layout: str) -> None:
+    """Unused slots and pages are NaN, unused entries of the table are no pages."""
+    decode = Sequences.random([3] * 5, KV_LENS, 4, 2, 16, 24)
+    window = fg.Attention(masks.sliding_window(window=40))
+    check_paged(window, decode, stored.within(40), size, layout, "interpret")
+    mixed = Sequences.random([0, 1, 5, 70, 1], KV_LENS, 4, 2)
+    check_paged(
+        fg.Attention(masks.causal), mixed, stored.causal, size, layout, "interpret", packed=True
+    )
+
+
+def test_hidden_pages_that_are_not_finite() -> None:
+    """NaN in slots that the mask hides inside a tile: the second pass reads pages too."""
+    sequences = Sequences.random([8, 8], [100, 40])
+    keys, arguments = sequences.paged(16)
+    q = torch.stack(sequences.q)
+    attend = fg.Attention(masks.sliding_window(window=20))
+    clean = attend(q, *keys, **arguments, backend="interpret")
+    for b, length in enumerate((100, 40)):
+        for position in range(length - 27):
+            page = arguments["page_table"][b, position // 16]
+            keys[1][page, position % 16] = stored.NAN
+    spoilt = attend(q, *keys, **arguments, backend="interpret")
+    torch.testing.assert_close(spoilt, clean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", POSITIONAL[4::12], ids=lambda case: case.id)
+@pytest.mark.parametrize("block", [(32, 48), (64, 16)], ids=str)
+def test_planning_kernels(case: Any, block: tuple[int, int]) -> None:
+    """Packed states are those of the planner on the CPU, and so are the runs' counts."""
+    data = case.build(3, 2, 70, 70, torch.Generator().manual_seed(4))
+    sequences = Sequences.random([40, 0, 70], [70, 9, 70], 2, 2)
+    tensors, arguments = sequences.packed()
+    attend = fg.Attention(case.bound(data))
+    call = attend._check_look(*tensors, {**arguments})
+    states, runs = plan(call.bound, call.geometry, block, "exact")
+    assert torch.equal(states, classify(call.bound, call.geometry, block, "exact"))
+    schedule = attend.schedule(*tensors, **arguments, block_size=block, planner="exact")
+    assert torch.equal(schedule.kv_runs.counts, runs.counts)
