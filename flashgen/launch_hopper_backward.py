@@ -20,7 +20,7 @@ from .tiling import Tiling
 BLOCK_N = 128
 # Four warps are one warpgroup; the kernel adds the others itself.
 _ATTENTION = Tiling(0, BLOCK_N, 4, 1)
-_FINISH = Tiling(64, 64, 4, 1)
+_FINISH = Tiling(64, 64, 8, 1)
 
 
 def obstacle(
