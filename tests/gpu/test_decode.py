@@ -13,7 +13,6 @@ from flashgen.tiling_decode import Splits
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
 
 
@@ -49,31 +48,37 @@ def positions(S: int, T: int, lens: Any) -> tuple[Any, Any]:
     return i, torch.arange(T, device="cuda")[None, None, None]
 
 
-@pytest.mark.parametrize("splits", [None, 1, 16])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (12, 2), (8, 1), (32, 8)], ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (40, 24)], ids=str)
-def test_lengths_heads_and_dims(monkeypatch, nan_filled_empty, dims, heads, dtype, splits) -> None:
+# Each is a kernel to compile; interpreted tests have the others.
+CASES = [
+    ((128, 128), (32, 8), torch.bfloat16, 1),
+    ((128, 128), (32, 8), torch.bfloat16, 3),
+    ((40, 24), (4, 4), torch.float32, 16),
+]
+
+
+@pytest.mark.parametrize("splits", [None, 16])
+@pytest.mark.parametrize(("dims", "heads", "dtype", "S"), CASES, ids=str)
+def test_lengths_heads_and_dims(
+    monkeypatch, nan_filled_empty, dims, heads, dtype, S, splits
+) -> None:
     if splits is not None:
         monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: Splits(splits, 0))
     T = 3000
     lens = torch.tensor([0, 1, 65, 3000], device="cuda", dtype=torch.int32)
-    for S in (1, 3, 16):
-        i, j = positions(S, T, lens)
-        allowed = (j <= i) & (i - j < 700) & (j < lens[:, None, None, None])
-        tensors = inputs(4, *heads, S, T, *dims, dtype)
-        tensors[1][0], tensors[2][0] = torch.nan, torch.nan
-        tensors[2][2, :, 65:] = torch.nan
-        clean = [tensors[0], *(x.nan_to_num() for x in tensors[1:])]
-        out, lse = oracle(*clean, allowed, dims[0] ** -0.5)
-        attend = fg.Attention(masks.sliding_window)
-        got, got_lse = attend(*tensors, window=700, kv_lens=lens, return_lse=True)
-        torch.testing.assert_close(got.double(), out, rtol=0, atol=TOLERANCE[dtype])
-        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=2e-5)
+    i, j = positions(S, T, lens)
+    allowed = (j <= i) & (i - j < 700) & (j < lens[:, None, None, None])
+    tensors = inputs(4, *heads, S, T, *dims, dtype)
+    tensors[1][0], tensors[2][0] = torch.nan, torch.nan
+    tensors[2][2, :, 65:] = torch.nan
+    clean = [tensors[0], *(x.nan_to_num() for x in tensors[1:])]
+    out, lse = oracle(*clean, allowed, dims[0] ** -0.5)
+    attend = fg.Attention(masks.sliding_window)
+    got, got_lse = attend(*tensors, window=700, kv_lens=lens, return_lse=True)
+    torch.testing.assert_close(got.double(), out, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 32, 64, 128])
-@pytest.mark.parametrize("queries", [1, 2, 4, 40])
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (128, 2)])
 def test_latent_heads(nan_filled_empty, heads, queries) -> None:
     lens = torch.tensor([0, 5, 700, 1000], device="cuda", dtype=torch.int32)
     q = torch.randn(4, heads, queries, 576, device="cuda", dtype=torch.bfloat16)
@@ -147,9 +152,9 @@ def test_a_graph_serves_other_lengths() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    q, k, v = inputs(2, 8, 2, 2, 500, 64, 64, torch.bfloat16)
+    q, k, v = inputs(2, 8, 2, 1, 500, 128, 128, torch.bfloat16)
     lens = torch.tensor([100, 500], device="cuda", dtype=torch.int32)
-    attend = fg.Attention(masks.causal)
+    attend = fg.Attention(masks.sliding_window(window=300))
     attend(q, k, v, kv_lens=lens)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -159,9 +164,8 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_bits_do_not_depend_on_the_batch(queries) -> None:
-    T = 5000
+def test_bits_do_not_depend_on_the_batch() -> None:
+    T, queries = 5000, 3
     attend = fg.Attention(masks.sliding_window)
     q, k, v = inputs(6, 8, 2, queries, T, 128, 128, torch.bfloat16)
     lens = torch.tensor([4999, 17, 2500, 0, 4096, 5000], device="cuda", dtype=torch.int32)

@@ -190,8 +190,7 @@ def test_values_that_are_not_finite(splits):
     assert out.isinf().any()
 
 
-@pytest.mark.parametrize("heads", [1, 5, 16, 70])
-@pytest.mark.parametrize("queries", [1, 2, 4, 20])
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (16, 2), (5, 4), (70, 1), (3, 20)])
 def test_latent_heads(splits, heads, queries):
     splits(2)
     q = torch.randn(2, heads, queries, 48)
