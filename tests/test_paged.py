@@ -115,7 +115,7 @@ def test_gradients_are_refused() -> None:
 
 
 def test_looking_inside() -> None:
-    sequences = Sequences.random([2, 2], [100, 3])
+    sequences = Sequences.random([70, 70], [100, 3])
     keys, arguments = sequences.paged(16)
     q = torch.stack(sequences.q)
     attend = fg.Attention(masks.causal)
