@@ -85,6 +85,9 @@ def test_twenty_lengths_are_one_graph(schedule: str) -> None:
             # has more tiles than there are heads.
             mask_data = {n: given[n] for n in ("doc", "window")}
             given["schedule"] = biased.schedule(x, x, x, block_size=16, **mask_data)
+        if length % 50:
+            run(x, **given).sum().backward()
+            continue
         tensors = [x, *module.parameters()]
         agree(module_call(module, run), module_call(module, module), tensors, **given)
     assert counters["stats"]["unique_graphs"] == 1

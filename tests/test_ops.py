@@ -260,7 +260,6 @@ def test_tensors_edited_before_the_backward(which: str) -> None:
     q, k, v = leaves()
     slope, doc = torch.rand(H, requires_grad=True), DOC.clone()
     own = q * 1.0
-    out = biased(own, k, v, doc=doc, window=6, slope=slope * 1.0, warmth=0.5)
     loose = slope * 1.0
     out = biased(own, k, v, doc=doc, window=6, slope=loose, warmth=0.5)
     {"q": own, "slope": loose, "out": out, "doc": doc}[which].add_(1)
