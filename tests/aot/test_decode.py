@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from golden_kernels import GOLDEN
 from test_golden import kernel_file  # noqa: F401
+from triton import knobs
 
 import flashgen as fg
 from flashgen import emit, emit_decode, launch, launch_decode, masks, tiling
-from flashgen.aot import TARGETS
+from flashgen.aot import TARGETS, compiling_for
 from flashgen.aot_decode import compile_decode, compile_merge
 from flashgen.kernel_names import spell
 from flashgen.spec import Spec
+from flashgen.tiling_decode import Splits
 
 
 class Decoding(NamedTuple):
@@ -127,3 +130,40 @@ def test_latent_kernels(target, heads):
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_merging(target):
     assert compile_merge(target).spills == 0
+
+
+def test_lengths_scalars_splits_and_batches_are_one_binary(monkeypatch):
+    """What Triton looks a binary up by, for launches that go nowhere."""
+    found: list[tuple[Any, ...]] = []
+
+    def record(kernel, names, values, constants, tiling, programs):
+        found.append((kernel, [values[name] for name in names], constants, tiling))
+
+    monkeypatch.setattr(launch_decode, "launch", record)
+    monkeypatch.setattr(launch_decode, "current_target", lambda _: tiling.target_of("cuda", 90))
+    attend = fg.Attention(masks.sliding_window)
+    for length, window, batch in ((700, 5, 2), (1024, 16, 1), (4097, 1, 3), (640, 17, 2)):
+        count = length // 64
+        monkeypatch.setattr(launch_decode, "splits_of", lambda *_, n=count, **__: Splits(n, 0))
+        q, k = (
+            torch.zeros(batch, h, s, 64, dtype=torch.bfloat16) for h, s in ((8, 1), (2, length))
+        )
+        call = attend._check_look(q, k, k, {"window": window})
+        schedule = attend.schedule(q, k, window=window, block_size=64)
+        parts = {"bound": spell(call.bound), "geometry": call.geometry, "schedule": schedule}
+        launch_decode.forward(q, k, k, scale=1.0, **parts)
+    keys = set()
+
+    def skip(*, fn, key, **_):
+        keys.add((fn.name, key))
+        return True
+
+    for kernel in {id(kernel): kernel for kernel, *_ in found}.values():
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    with compiling_for("sm_90"), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = skip
+        for kernel, arguments, constants, blocks in found:
+            options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+            kernel.warmup(*arguments, grid=(1,), **constants, **options)
+    assert len(found) == 8
+    assert len(keys) == 2
