@@ -49,6 +49,38 @@ def dense_mask(
     return evaluate(bound.spec.mask, env).expand(shape)
 
 
+def dense_masks(
+    mask: Mask,
+    q_lens: int | torch.Tensor,
+    kv_lens: int | torch.Tensor,
+    heads: int,
+    q_offset: int | torch.Tensor | None,
+    data: Mapping[str, Any],
+) -> torch.Tensor:
+    """`Mask.dense` of sequences of different lengths: [B, H|1, longest, longest]."""
+    batch = max(x.numel() for x in (q_lens, kv_lens) if isinstance(x, torch.Tensor))
+    queries, keys = (
+        x.tolist() if isinstance(x, torch.Tensor) else [x] * batch for x in (q_lens, kv_lens)
+    )
+    call = f"{mask.name}.dense({queries}, {keys}, ...)"
+    bound = Program(mask=mask).bind(data, call)
+    devices = [x.device for x in (q_lens, kv_lens) if isinstance(x, torch.Tensor)]
+    extents = {"b": batch, "h": heads, "h_kv": heads, "q_idx": None, "kv_idx": max(keys)}
+    bound = fit_data(bound, extents, devices[0], call)
+    shape = (batch, heads if bound.spec.uses("h", "h_kv") else 1, max(queries), max(keys))
+    found = torch.zeros(shape, dtype=torch.bool, device=devices[0])
+    for b, (n, m) in enumerate(zip(queries, keys, strict=True)):
+        offset = m - n if q_offset is None else q_offset
+        if isinstance(offset, torch.Tensor):
+            offset = int(offset.reshape(-1)[b if offset.numel() > 1 else 0])
+        env = dense_env(bound, (1, shape[1], shape[1], n, m), offset, devices[0])
+        env.index["b"] = env.index["b"] + b
+        own = torch.ones((), dtype=torch.bool, device=devices[0])
+        own = own if bound.spec.mask is None else evaluate(bound.spec.mask, env)
+        found[b, :, :n, :m] = own.expand(1, shape[1], n, m)[0]
+    return found
+
+
 def _varies(offset: int | torch.Tensor) -> bool:
     return isinstance(offset, torch.Tensor) and offset.numel() > 1
 

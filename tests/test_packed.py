@@ -233,3 +233,16 @@ def test_sinks_score_and_data_by_sequence() -> None:
         alone.backward(part[None])
     torch.testing.assert_close(found[0], slope.grad)
     torch.testing.assert_close(found[1], sinks.grad)
+
+
+def test_dense_masks_of_sequences() -> None:
+    """The matrix of each sequence, in the corner of the longest one's."""
+    q_lens, kv_lens = torch.tensor([5, 0, 9]), torch.tensor([7, 3, 9])
+    doc = torch.randint(0, 3, (3, 9)).sort(-1).values
+    dense = masks.causal_document.dense(q_lens, kv_lens, doc=doc)
+    assert dense.shape == (3, 1, 9, 9)
+    for b, (n, m) in enumerate(zip(q_lens.tolist(), kv_lens.tolist(), strict=True)):
+        i, j = torch.arange(m - n, m)[:, None], torch.arange(m)
+        assert torch.equal(dense[b, 0, :n, :m], (j <= i) & (doc[b][i] == doc[b][j]))
+        assert not dense[b, 0, n:].any()
+        assert not dense[b, 0, :, m:].any()

@@ -135,8 +135,8 @@ class Mask:
 
     def dense(
         self,
-        q_len: int,
-        kv_len: int,
+        q_len: int | torch.Tensor,
+        kv_len: int | torch.Tensor,
         *,
         batch: int = 1,
         heads: int = 1,
@@ -145,9 +145,13 @@ class Mask:
     ) -> torch.Tensor:
         """The boolean matrix, [B|1, H|1, Sq, Skv]: 1 where the mask doesn't use `b` or `h`.
 
-        `heads` is the number of query heads. Raises FlashgenError like a call would."""
-        from ..reference import dense_mask
+        `heads` is the number of query heads. Lengths may be integer tensors [B], of packed or
+        padded sequences (`cu_seqlens.diff()`): what lies beyond a sequence's own is False.
+        Raises FlashgenError like a call would."""
+        from ..reference import dense_mask, dense_masks
 
+        if not (isinstance(q_len, int) and isinstance(kv_len, int)):
+            return dense_masks(self, q_len, kv_len, heads, q_offset, data)
         return dense_mask(self, q_len, kv_len, batch, heads, q_offset, data)
 
     def __reduce__(self) -> Any:
