@@ -56,7 +56,7 @@ SHAPES = [
     (128, 128, 8, 1, torch.bfloat16),
     (64, 64, 3, 1, torch.float16),
     (96, 96, 2, 2, torch.bfloat16),
-    (40, 72, 6, 2, torch.float16),
+    (80, 64, 6, 2, torch.float16),
 ]
 
 
