@@ -594,10 +594,23 @@ def test_runs_are_equal_bit_by_bit() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_autocast_changes_nothing(enabled: bool) -> None:
+def test_autocast_rounds_the_inputs_and_nothing_else() -> None:
+    mine, halves = Problem().leaves(), Problem().leaves()
+    with torch.autocast("cpu", torch.float16):
+        out = CAUSAL(*mine, backend="interpret")
+    right = CAUSAL(*(x.half() for x in halves), backend="interpret")
+    assert out.dtype == torch.float16
+    assert torch.equal(out, right)
+    grad = Problem().grad_out.half()
+    grads = torch.autograd.grad(out, mine, grad)
+    for x, y in zip(grads, torch.autograd.grad(right, halves, grad), strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x, y)
+
+
+def test_autocast_that_is_off_changes_nothing() -> None:
     mine = Problem().leaves()
-    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
         out = CAUSAL(*mine, backend="interpret")
     grads = torch.autograd.grad(out, mine, Problem().grad_out)
     for grad, expected in zip(grads, check(CAUSAL, Problem(), causal(70, 70)), strict=True):
