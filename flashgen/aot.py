@@ -226,7 +226,6 @@ def _placeholders(
         "q_offset_ptr": torch.int32,
         "lse_ptr": torch.float32,
         "spoilt_ptr": torch.int8,
-        "next_item_ptr": torch.int32,
         "sinks_ptr": torch.float32,
     }
     places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr")

@@ -15,6 +15,7 @@ from .emit import (
     Variant,
     attention_arguments,
     bare,
+    data_arguments,
     environment,
     full_score,
     header,
@@ -23,7 +24,6 @@ from .emit import (
     parts_of,
     taken_names,
     unaligned_pointers,
-    used_in,
 )
 from .expr import Expr, leaves, walk
 from .layout import tidy
@@ -72,9 +72,9 @@ def lower_by_key(expr: Expr | None, spec: Spec, variant: Variant, taken: frozens
 def _stages(expr: Expr | None) -> Callable[[Expr], int]:
     """0: fixed for a row block; 1: read for a key alone; 2: for a pair."""
     nodes = list(walk(expr)) if expr is not None else []
-    loads = {n for n in nodes if n.op == "load" and _is_of_key(n)}
+    loads = [n for n in nodes if n.op == "load" and _is_of_key(n)]
     by_key = {n for load in loads for n in walk(load) if _is_of_key(n)}
-    by_key |= {n for n in nodes if _is_of_key(n) and not loads.isdisjoint(walk(n))}
+    by_key |= {n for n in nodes if _is_of_key(n) and any(x in loads for x in walk(n))}
 
     def stage_of(node: Expr) -> int:
         if node in by_key:
@@ -103,10 +103,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
     score = lower_by_key(spec.score, spec, variant, mask.assigned)
     keep = mask.lowered.results[0] if mask.lowered.results else "kv_idx >= 0"
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
-    descriptors = _descriptors(q_parts, v_parts)
-    arguments = _arguments(spec, variant, descriptors)
-    buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors if not d.startswith("out")]
-    buffers += ["notes", "q_ready", "q_free", "ready", "free"]
+    arguments = _arguments(spec, variant, _descriptors(q_parts, v_parts))
     called = mask.lowered.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     lines = "\n".join(line for made in (mask, score) for part in made.lines for line in part)
@@ -143,9 +140,7 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in indices,
-            uses_h_kv="h_kv" in indices,
-            names=[*map(bare, arguments), *buffers],
-            used_in=used_in,
+            **_partitions(spec, variant, q_parts, v_parts, indices),
         )
     )
     name = f"{kernel_name(spec, variant)}_hopper_fwd"
@@ -166,4 +161,35 @@ def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str
     """The kernel's arguments: descriptors in the place of pointers and strides."""
     known = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES)
     rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
-    return ["lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", "items: tl.int32", *rest]
+    return ["lse_ptr", "spoilt_ptr", *descriptors, *rest]
+
+
+_TILES = ("masked_runs", "full_runs", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile")
+
+
+def _partitions(
+    spec: Spec,
+    variant: Variant,
+    q_parts: tuple[Part, ...],
+    v_parts: tuple[Part, ...],
+    indices: frozenset[str],
+) -> dict[str, list[str]]:
+    """What the producer and the consumers take."""
+    descriptors = _descriptors(q_parts, v_parts)
+    buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors if d[0] != "o"]
+    ring = [*buffers, "q_ready", "ready", "free", *_TILES, "b", "h", "h_kv", "block"]
+    outputs = [d for d in descriptors if d[0] == "o"]
+    scaled = spec.score is not None or spec.softcap
+    values = ["lse_ptr", "spoilt_ptr", *(["sinks_ptr"] if spec.sinks else []), "q_len", "kv_len"]
+    values += ["q_offset"] if "q_idx" in indices else []
+    values += [*(["scale"] if scaled else []), "scale_log2"]
+    values += ["softcap"] if spec.softcap else []
+    values += [bare(a) for a in data_arguments(spec, variant)]
+    producer = [d for d in descriptors if d[0] != "o"] + ring
+    consumer = ["q0_desc", *outputs, *ring, *values]
+    return {
+        "producer_arguments": producer,
+        "producer_call": producer,
+        "consumer_arguments": consumer,
+        "consumer_call": consumer,
+    }

@@ -134,29 +134,3 @@ def _cannot_describe(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     if 0 in shape:
         return "no elements"
     return ""
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def pack(p, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [m, n] as int32 [m, n / 2]: pairs of 16-bit floats, the left one low.
-
-    Carried through a loop as single 16-bit values, pairs would be put together at each use."""
-    left, right = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        f"cvt.rn.{name}.f32 $0, $2, $1;",
-        "=r,r,r",
-        [left, right],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def unpack(pairs, dtype: gl.constexpr, columns: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The 16-bit floats that `pack` put together, as wgmma's first operand."""
-    left = pairs.to(gl.int16).to(dtype, bitcast=True)
-    right = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    whole = gl.join(left, right).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(whole, operand(columns))

@@ -17,6 +17,8 @@ from .spec import Bound, Spec
 from .tiling import Target, Tiling, choose_for
 
 BLOCK_M = 128
+
+
 KEYS = (128, 64)
 # Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
 _SHARED = 232448 - 2048
@@ -24,11 +26,10 @@ _SHARED = 232448 - 2048
 
 @dataclass(frozen=True)
 class Shape:
-    """Keys of a tile, turns of the ring, row blocks whose queries fit, a consumer's registers."""
+    """Keys of a tile, turns of the ring, registers of a consumer's thread."""
 
     block_n: int
     stages: int
-    buffers: int
     registers: int = 240
 
 
@@ -36,14 +37,13 @@ class Shape:
 def shape_for(head_dim: int, v_head_dim: int, block_n: int | None = None) -> Shape:
     """The blocks of Hopper's forward kernel; its tiles have 128 queries.
 
-    Two stages are needed; with them, queries of the next row block are there early if there is
-    room. Keys of a tile: as asked for, or the most for which it fits."""
+    As many stages as fit in shared memory beside the queries, at most four, and two at least.
+    Keys of a tile: as asked for, or the most for which that fits."""
     if block_n is None:
         return next(s for n in KEYS if (s := shape_for(head_dim, v_head_dim, n)).stages > 1)
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
-    queries, stage = 2 * BLOCK_M * q_dim, 2 * block_n * (q_dim + v_dim)
-    buffers = 2 if _SHARED - 2 * queries >= 2 * stage else 1
-    return Shape(block_n, min(4, (_SHARED - buffers * queries) // stage), buffers)
+    stage = 2 * block_n * (q_dim + v_dim)
+    return Shape(block_n, min(4, (_SHARED - 2 * BLOCK_M * q_dim) // stage))
 
 
 def obstacle(
@@ -129,8 +129,6 @@ def forward(
     out = q.new_empty((*q.shape[:3], v.shape[-1]))
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     spoilt = torch.empty(q.shape[:3], dtype=torch.int8, device=q.device)
-    heads = geometry.batch * geometry.heads
-    items = heads * math.ceil(geometry.q_len / BLOCK_M)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1])
     values = {
@@ -140,12 +138,11 @@ def forward(
         ),
         **descriptors(q, k, v, out, shape),
         "spoilt_ptr": spoilt,
-        "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
-        "items": items,
     }  # fmt: skip
     kernel, repair = _kernels(bound.spec, variant, launch.key_parts())
     texts = generate(bound.spec, variant)
-    programs = min(items, launch.multiprocessors(q.device))
+    heads = geometry.batch * geometry.heads
+    programs = heads * math.ceil(geometry.q_len / BLOCK_M)
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
     target = launch.current_target(q.device)
     tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
@@ -165,7 +162,6 @@ def constants_of(shape: Shape) -> dict[str, Any]:
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
-        "BUFFERS": shape.buffers,
         "REGISTERS": shape.registers,
     }
 

@@ -51,8 +51,8 @@ def test_masks_at_odd_sizes(case: Any, nan_filled_empty: None) -> None:
 def test_lengths_and_groups(
     lengths: tuple[int, int], heads: tuple[int, int], nan_filled_empty: None
 ) -> None:
-    """Rows that see nothing among them; many more row blocks than multiprocessors in the last."""
-    tensors = inputs(16, *heads, *lengths, 128, 128, BF16)
+    """Rows that see nothing among them."""
+    tensors = inputs(2, *heads, *lengths, 128, 128, BF16)
     check_against_sdpa(hopper(fg.Attention(mask=masks.causal)), tensors, causal(*lengths))
 
 
