@@ -54,6 +54,21 @@ class Compiled:
 
     def instructions(self) -> Counter[str]:
         """How often each instruction stands in NVIDIA's machine code: HGMMA, UTMALDG."""
+        return Counter(name.partition(" ")[0] for name, _ in self._machine_code())
+
+    def spills_in_loops(self) -> int:
+        """Instructions that spill or fill a register in innermost loops of NVIDIA's code."""
+        code = self._machine_code()
+        starts = {place: i for i, (_, place) in enumerate(code)}
+        branches = [(starts.get(name[4:]), i) for i, (name, _) in enumerate(code) if "BRA " in name]
+        loops = {(start, end) for start, end in branches if start is not None and start < end}
+        inner = [
+            x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)
+        ]
+        return sum(code[i][0] in ("LDL", "STL") for start, end in inner for i in range(start, end))
+
+    def _machine_code(self) -> list[tuple[str, str]]:
+        """(instruction, address); a branch with the address that it goes to."""
         from triton import knobs
 
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -61,9 +76,12 @@ class Compiled:
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return Counter(
-            re.findall(r"^\s+/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", text, re.MULTILINE)
-        )
+        line = r"^\s+/\*(\w{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)([^;\n]*)"
+        return [
+            (f"BRA {goal[1]}" if name == "BRA" and (goal := re.search(r"0x(\w+)", rest)) else name,
+             place.lstrip("0") or "0")
+            for place, name, rest in re.findall(line, text, re.MULTILINE)
+        ]  # fmt: skip
 
     def __str__(self) -> str:
         cost = f"{self.registers} registers, {self.spills} spilled, {self.shared} bytes shared"
