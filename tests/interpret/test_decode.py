@@ -51,14 +51,14 @@ def positions(S: int, T: int, lens: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("heads", [(6, 1), (12, 3), (7, 7), (5, 1)], ids=str)
-@pytest.mark.parametrize("queries", [1, 3, 16])
+@pytest.mark.parametrize("queries", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
 def test_groups_that_are_no_power_of_two(splits, queries, heads):
     splits(3)
     i, j = positions(queries, 200, 200)
     agree(fg.Attention(masks.causal), inputs(2, *heads, queries, 200, 16), j <= i)
 
 
-@pytest.mark.parametrize("count", [1, 2, 16])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["none", "causal", "sliding_window", "global_window"])
 def test_lengths_of_each_sequence(splits, name, count):
     """A split without keys writes 0 and -inf; keys beyond a length hold NaN."""

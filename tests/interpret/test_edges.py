@@ -256,6 +256,7 @@ def test_gradients_beyond_32_bits() -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 def test_a_matrix_of_50000_squared() -> None:
     """A flattened index beyond 2^31, into data and into a bias that is expanded."""
     S = 50_000
