@@ -16,6 +16,7 @@ from .launch import (
     data_values,
     key_parts,
     launch,
+    multiprocessors,
     position_values,
     positive_scale,
     precision_of,
@@ -51,16 +52,9 @@ def _merging(parts: tuple[str, ...]) -> Any:
     return cache.module(generated.name, generated.text, parts).merge
 
 
-@functools.cache
-def _processors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device."""
-    if device.type == "cpu":
-        return _INTERPRETED
-    return _processors(device.index if device.index is not None else 0)
+    return _INTERPRETED if device.type == "cpu" else multiprocessors(device)
 
 
 def blocks_of(q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry, tile: Any) -> Any:
