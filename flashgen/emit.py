@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -233,21 +233,28 @@ def is_pointer(argument: str) -> bool:
 
 def _stage(expr: Expr) -> int:
     """0: fixed for a row block, 1: changes with the tile."""
-    return int("kv_idx" in leaves(expr, "index") or _has_score(expr))
+    return int("kv_idx" in leaves(expr, "index") or reads_score(expr))
 
 
-def _has_score(expr: Expr) -> bool:
+def reads_score(expr: Expr) -> bool:
+    """Whether an expression reads the score that it changes."""
     return bool(leaves(expr, "score"))
 
 
-def lower_for(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
-    """Statements of expressions in the attention loop: (row block, tile)."""
-    names = {**INDEX_NAMES, "score": "s"}
+def lower_for(
+    exprs: list[Expr],
+    spec: Spec,
+    variant: Variant,
+    taken: frozenset[str],
+    stages: int = 2,
+    stage_of: Callable[[Expr], int] = _stage,
+) -> Lowered:
+    """Statements of expressions in the attention loop, by default for (row block, tile)."""
     return lower(
         exprs,
-        stages=2,
-        stage_of=_stage,
-        names=names,
+        stages=stages,
+        stage_of=stage_of,
+        names={**INDEX_NAMES, "score": "s"},
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
         taken=taken | taken_names(spec, variant),
@@ -320,7 +327,7 @@ def full_score(spec: Spec, score: Lowered) -> str | None:
     if spec.score is None:
         return None
     text = score.results[0]
-    return text if _has_score(spec.score) else f"tl.zeros_like(s) + ({text})"
+    return text if reads_score(spec.score) else f"tl.zeros_like(s) + ({text})"
 
 
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.

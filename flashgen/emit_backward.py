@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from .differentiate import ZERO, Derivatives, differentiate
 from .emit import (
     DROPOUT,
-    INDEX_NAMES,
     Variant,
     bare,
     data_arguments,
     environment,
     header,
     key_arguments,
+    lower_for,
     parts_of,
     position_arguments,
-    taken_names,
+    reads_score,
     unaligned_pointers,
     used_in,
 )
 from .emit_masks import MaskText, mask_text, needed
 from .expr import Expr, const, leaves, make
 from .layout import tidy
-from .lower import Lowered, lower
+from .lower import Lowered
 from .order import with_tables
 from .spec import Spec
 
@@ -203,7 +203,7 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     first = needed(score.statements[1], score.results[:1])
     later = tuple(line for line in score.statements[1] if line not in first)
     text, slope_text, *rest = score.results
-    if not _reads_score(spec.score):
+    if not reads_score(spec.score):
         text = f"tl.zeros_like(s) + ({text})"
     terms = tuple(
         _term(load, by, offset, number, _how(load.attr, wanted))
@@ -219,21 +219,14 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
 def _lower(
     exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: frozenset[str]
 ) -> Lowered:
-    names = {**INDEX_NAMES, "score": "s"}
     moving = "kv_idx" if block == "q" else "q_idx"
-    return lower(
+    return lower_for(
         exprs,
-        stages=2,
-        stage_of=lambda e: int(moving in leaves(e, "index") or _reads_score(e)),
-        names=names,
-        dtypes={t.name: t.dtype for t in spec.tensors},
-        wide_scalars=variant.wide,
-        taken=taken | taken_names(spec, variant) | frozenset(names.values()),
+        spec,
+        variant,
+        taken,
+        stage_of=lambda e: int(moving in leaves(e, "index") or reads_score(e)),
     )
-
-
-def _reads_score(expr: Expr) -> bool:
-    return bool(leaves(expr, "score"))
 
 
 def _how(name: str, wanted: Wanted) -> str:
@@ -259,7 +252,7 @@ def _offset(load: Expr, wanted: Wanted) -> Expr:
 def _term(load: Expr, by: str, offset: str, number: int, how: str) -> Term:
     indices = leaves(load, "index")
     sides = [side for side in ("q", "kv") if f"{side}_idx" in indices]
-    axes = "both" if len(sides) == 2 or _reads_score(load) else (*sides, "none")[0]
+    axes = "both" if len(sides) == 2 or reads_score(load) else (*sides, "none")[0]
     total = f"{load.attr}_total_{number}" if axes in ("q", "none") else ""
     return Term(load.attr, "ds" if by == "1.0" else f"ds * ({by})", offset, axes, how, total)
 

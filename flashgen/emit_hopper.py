@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .emit import (
-    INDEX_NAMES,
     STRIDES,
     Generated,
     Part,
@@ -21,13 +20,13 @@ from .emit import (
     header,
     is_pointer,
     kernel_name,
+    lower_for,
     parts_of,
-    taken_names,
     unaligned_pointers,
 )
 from .expr import Expr, leaves, walk
 from .layout import tidy
-from .lower import Lowered, isolate, lower
+from .lower import Lowered, isolate
 from .spec import Spec
 
 
@@ -54,15 +53,8 @@ def lower_by_key(expr: Expr | None, spec: Spec, variant: Variant, taken: frozens
 
     In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
     loads are wide and few if each thread reads one key and what it read crosses over."""
-    found = lower(
-        [expr] if expr is not None else [],
-        stages=3,
-        stage_of=_stages(expr),
-        names={**INDEX_NAMES, "score": "s"},
-        dtypes={t.name: t.dtype for t in spec.tensors},
-        wide_scalars=variant.wide,
-        taken=taken | taken_names(spec, variant),
-    )
+    exprs = [] if expr is None else [expr]
+    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stages(expr))
     by_key = [line.partition(" = ")[0] for line in found.statements[1]]
     pairs = "\n".join((*found.statements[2], *found.results))
     crossing = tuple(name for name in by_key if re.search(rf"\b{name}\b", pairs))

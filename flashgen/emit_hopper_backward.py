@@ -6,21 +6,20 @@ from dataclasses import dataclass
 
 from .differentiate import ZERO
 from .emit import (
-    INDEX_NAMES,
     Variant,
     bare,
     data_arguments,
     environment,
     header,
+    lower_for,
     position_arguments,
-    taken_names,
     unaligned_pointers,
 )
 from .emit_backward import derivatives_of
 from .emit_masks import needed
 from .expr import Expr, const, leaves
 from .layout import tidy
-from .lower import Lowered, fewest, lower
+from .lower import Lowered, fewest
 from .spec import Spec
 
 TEMPLATE = "hopper_backward.py.j2"
@@ -137,16 +136,7 @@ def _math(spec: Spec, variant: Variant) -> Math:
 
 
 def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
-    names = {**INDEX_NAMES, "score": "s"}
-    return lower(
-        exprs,
-        stages=3,
-        stage_of=_stage,
-        names=names,
-        dtypes={t.name: t.dtype for t in spec.tensors},
-        wide_scalars=variant.wide,
-        taken=taken | taken_names(spec, variant) | frozenset(names.values()),
-    )
+    return lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stage)
 
 
 def _stage(expr: Expr) -> int:
