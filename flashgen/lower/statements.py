@@ -177,11 +177,13 @@ class _Lowering:
     def _load(self, node: Expr) -> Text:
         address, stage = f"{node.attr}_ptr", self.stage_of(node)
         terms = [self._term(node, dim) for dim in range(len(node.args)) if not _is_zero(node, dim)]
-        fixed = [text for text, at in terms if at < stage]
-        if fixed:
-            earlier = max(at for _, at in terms if at < stage)
-            address = self._bind(earlier, f"{node.attr}_row", " + ".join([address, *fixed]))
-        address = " + ".join([address, *(text for text, at in terms if at >= stage)])
+        # Of earlier stages the first alone: a later one may be another axis, not a loop inside it.
+        first = min((at for _, at in terms), default=stage)
+        if first < stage:
+            fixed = [text for text, at in terms if at == first]
+            address = self._bind(first, f"{node.attr}_row", " + ".join([address, *fixed]))
+            terms = [term for term in terms if term[1] != first]
+        address = " + ".join([address, *(text for text, _ in terms)])
         value: Text = (f"tl.load({address})", ATOM)
         dtype = self.dtypes[node.attr]
         if node.kind == "bool":

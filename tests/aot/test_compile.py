@@ -9,9 +9,10 @@ import functools
 
 import pytest
 import torch
-from golden_kernels import GOLDEN, PLANS
+from golden_kernels import GOLDEN, HEADS, LENGTH, PLANS, Golden
 
-from flashgen import aot, emit, launch_hopper, tiling
+import flashgen as fg
+from flashgen import aot, emit, launch_hopper, masks, tiling
 from flashgen.aot import TARGETS, Compiled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -191,6 +192,19 @@ def check_hopper(name: str, dtype: torch.dtype) -> None:
 )
 def test_hopper_forward_kernels(name, dtype):
     check_hopper(name, dtype)
+
+
+@fg.attention(mask=masks.causal)
+def biased(score, h, q_idx, kv_idx, column: fg.Tensor, bias: fg.Tensor):
+    return score + column[kv_idx] + bias[h, q_idx, kv_idx]
+
+
+def test_hopper_forward_reads_data_of_keys_and_of_pairs():
+    """A pair's address has parts of its key, which stands one to a thread, and of its query."""
+    data = {"column": torch.zeros(LENGTH), "bias": torch.zeros(HEADS, LENGTH, LENGTH)}
+    golden = Golden(biased, data, 64)
+    found = aot.compile_hopper_forward(golden.spec(), variant=golden.variant())
+    assert not found.warnings
 
 
 @pytest.mark.slow
