@@ -12,14 +12,15 @@ from . import backends, ops
 from .call import Call, CallText, autocast, check
 from .check_storage import PageLayout, Storage
 from .config import config
-from .decoding import choose_kernel, decode
+from .decoding import choose_kernel, decode, wants_gradient
 from .errors import FlashgenError
-from .known_calls import Known, KnownCalls, key_of
+from .known_calls import Known, KnownCalls, Route, key_of
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
 from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
+from .tape import Tapes
 from .tiling_decode import LATENT_TILE, MOST_QUERIES
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
@@ -159,30 +160,28 @@ class Attention:
             how = (schedule, backend, deterministic, return_lse, batch_invariant)
             return self._as_operators(q, k, v, *how, given, data)
         known, call = self._known(q, k, v, given, data)
-        choice = backends.choose_for(backend, call, schedule)
-        kernel = choose_kernel(call, choice.name, asked=backend, invariant=batch_invariant)
         if config.debug:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
+        route = self._route(known, call, backend, schedule, batch_invariant)
         if schedule is not None:
             if not known.fits(schedule):
                 check_fits(schedule, call.bound, call.geometry, call.text)
                 known.found_to_fit(schedule)
-        elif not kernel.decodes or call.bound.spec.mask is not None:
+        elif not route.decodes or call.bound.spec.mask is not None:
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
-            asked = (choice.name, batch_invariant)
-            block = known.block(asked, lambda: _block_size(call, *asked))
-            schedule = self._planned(call, block, "auto")
-        if kernel.decodes:
-            out, lse = decode(call, schedule, batch_invariant)
+            schedule = self._planned(call, route.block, "auto", route.kept_by, known.tapes)
+        if route.decodes:
+            out, lse = decode(call, schedule, batch_invariant, known.tapes)
         else:
             assert schedule is not None
             out, lse = ops.attention(
                 *(call.q, call.k, call.v),
-                backend=choice.name,
+                backend=route.backend,
                 bound=call.bound,
                 sinks=call.sinks,
+                tapes=known.tapes,
                 **ops.arguments_of(call, schedule, bool(deterministic)),
             )
         if call.geometry.packing is not None:
@@ -199,9 +198,34 @@ class Attention:
             arguments = dict(given)
             storage = Storage.take(arguments)
             call = self._check(q, k, v, **arguments, storage=storage, data=data)
-            return self._calls.keep(key, call, data), call
+            return self._calls.keep(key, call, given, data), call
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
-        return known, known.again(text, q, k, v, given["sinks"], data)
+        return known, known.again(text, q, k, v, given, data)
+
+    def _route(
+        self,
+        known: Known,
+        call: Call,
+        backend: str,
+        schedule: Any,
+        invariant: bool,
+        planned: bool = False,
+    ) -> Route:
+        """What runs a call, and on which tile; `planned`: it is only planned. Raises FlashgenError
+        where nothing can."""
+
+        def choose() -> Route:
+            choice = backends.choose_for(backend, call, schedule)
+            decodes = (
+                not planned
+                and choose_kernel(call, choice.name, asked=backend, invariant=invariant).decodes
+            )
+            block = _block_size(call, choice.name, invariant)
+            return Route(choice.name, decodes, block, _key(call, block, "auto"))
+
+        size = getattr(schedule, "block_size", None)
+        asked = (planned, backend, bool(invariant), wants_gradient(call), size)
+        return known.route(asked, choose)
 
     def _as_operators(
         self,
@@ -251,26 +275,38 @@ class Attention:
             from .ops import graph
 
             graph.refuse_schedule(self._program)
-        storage = Storage.take(data)
         program = self._mask_program
         if program is not self._program:
             wanted = {a.name for a in program.params}
             score_only = {a.name for a in self._program.params} - wanted
             data = {name: value for name, value in data.items() if name not in score_only}
-        text = self._text(q, k, v, q_offset=q_offset, **storage.given(), **data)
-        call = check(
-            *(program, text, q, k, k if v is None and program.heads is None else v),
-            scale=None if program.heads is None else 1.0,
-            sinks=None,
-            q_offset=q_offset,
-            storage=storage,
-            data=data,
-        )
-        if block_size is None:
-            block = _block_size(call, backends.choose_for("auto", call).name)
-        else:
+        given = {"q_offset": q_offset, **Storage.take(data).given(), "sinks": None}
+        known, call = self._known_to_plan(q, k, v, given, data)
+        if block_size is not None:
             block = check_block_size(block_size, call.text)
-        return self._planned(call, block, planner)
+        else:
+            block = self._route(known, call, "auto", None, False, planned=True).block
+        return self._planned(call, block, planner, _key(call, block, planner), known.tapes)
+
+    def _known_to_plan(
+        self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
+    ) -> tuple[Known, Call]:
+        """As `_known`, of what decides a schedule. Raises FlashgenError."""
+        program = self._mask_program
+        if program.heads is None and v is None:
+            v = k
+        key = key_of(q, k, v, given, data)
+        key = None if key is None else ("schedule", key)
+        known = self._calls.find(key)
+        if known is not None:
+            text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
+            return known, known.again(text, q, k, v, given, data)
+        arguments = dict(given)
+        storage = Storage.take(arguments)
+        text = self._text(q, k, v, **arguments, **storage.given(), **data)
+        scale = None if program.heads is None else 1.0
+        call = check(program, text, q, k, v, scale=scale, storage=storage, data=data, **arguments)
+        return self._calls.keep(key, call, given, data), call
 
     def source(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
@@ -297,7 +333,7 @@ class Attention:
         choice = backends.choose_for(backend, call, schedule)
         kernel = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
         block = _block_size(call, choice.name, invariant)
-        schedule = schedule or self._planned(call, block, "auto")
+        schedule = schedule or make_schedule(call.bound, call.geometry, block, "auto", call.text)
         return explain(call, schedule, choice, kernel)
 
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
@@ -320,15 +356,17 @@ class Attention:
         text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments})
         return text
 
-    def _planned(self, call: Call, block: tuple[int, int], planner: Planner) -> Schedule:
-        key = _key(call, block, planner)
+    def _planned(
+        self, call: Call, block: tuple[int, int], planner: Planner, key: Any, tapes: Tapes
+    ) -> Schedule:
+        """A schedule, or the one that is kept by this key."""
         capturing = is_capturing(call.q.device)
         if key is not None and key in self._kept:
             self._kept.move_to_end(key)
             if capturing:
                 self._pinned[key] = self._kept[key]
             return self._kept[key]
-        made = make_schedule(call.bound, call.geometry, block, planner, call.text)
+        made = make_schedule(call.bound, call.geometry, block, planner, call.text, tapes)
         # What a CUDA graph makes has no contents before it is replayed.
         if key is not None and not capturing:
             self._kept[key] = made

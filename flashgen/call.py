@@ -117,7 +117,7 @@ def check(
     _check_inputs(text, q, k, v, storage)
     q, k, v = views(storage, *given)
     _check_shapes(text, given, (q, k, v), storage, program.heads)
-    geometry = _geometry(text, q, k, v, q_offset, storage)
+    geometry = geometry_of(text, q, k, v, q_offset, storage)
     if program.flex_function and geometry.q_offset is None and _lengths_differ(geometry):
         raise FlashgenError(
             f"{program.flex_function} is a FlexAttention function, where the first query is "
@@ -219,7 +219,7 @@ def _check_shapes(
         raise FlashgenError("lengths beyond 2^30 - 1", call=text, write="shorter sequences")
 
 
-def _geometry(
+def geometry_of(
     text: CallText,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -227,6 +227,7 @@ def _geometry(
     q_offset: Any,
     storage: Storage,
 ) -> Geometry:
+    """Lengths, heads and positions of views as kernels take them. Raises FlashgenError."""
     batch, heads, q_len, _ = q.shape
     kv_len, kv_lens = k.shape[2], storage.kv_lens
     packing, longest = packing_of(text, storage, q, k)

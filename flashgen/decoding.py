@@ -11,7 +11,9 @@ from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
 from .kernel_names import spell
+from .launch import precision_of
 from .schedule import Schedule
+from .tape import Tapes, layout_of
 from .tiling_decode import MOST_QUERIES, WHOLE_ROWS
 
 # Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
@@ -68,19 +70,35 @@ def choose_kernel(
 
 
 def decode(
-    call: Call, schedule: Schedule | None, batch_invariant: bool
+    call: Call, schedule: Schedule | None, batch_invariant: bool, tapes: Tapes | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel for few queries: out and LSE, without gradients."""
-    return launch_decode.forward(
-        *(call.q, call.k, call.v),
-        bound=spell(call.bound),
-        geometry=call.geometry,
-        schedule=schedule,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        batch_invariant=batch_invariant,
-    )
+    """Run the kernel for few queries: out and LSE, without gradients.
+
+    `tapes`: the records of calls like this one."""
+    bound, layout = spell(call.bound), None
+    read: tuple[torch.Tensor, ...] = ()
+    if schedule is not None and bound.spec.mask is not None:
+        visits = schedule.visits(call.geometry.group)
+        read = (visits.counts, visits.runs)
+        layout = (schedule.block_size, *map(layout_of, read))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return launch_decode.forward(
+            *(call.q, call.k, call.v),
+            bound=bound,
+            geometry=call.geometry,
+            schedule=schedule,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            batch_invariant=batch_invariant,
+        )
+
+    key = ("decode", bool(batch_invariant), precision_of(call.q.dtype), layout)
+    given = (call.q, call.k, call.v, call.sinks, *bound.tensors.values())
+    tensors = (*given, *call.geometry.tensors, *read)
+    out, lse = (tapes or Tapes()).run(key, tensors, run)
+    return out, lse
 
 
 def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:

@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia import hopper as instructions
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan as PropagateNan
 
+from .tape import place_of
+
 tma, mbarrier, async_copy = instructions.tma, instructions.mbarrier, instructions.async_copy
 fence_async_shared = instructions.fence_async_shared
 warpgroup_mma = instructions.warpgroup_mma
@@ -119,7 +121,10 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) ->
 
 def can_describe(tensor: torch.Tensor) -> str:
     """Why TMA can't address a tensor; empty if it can. Rows must be contiguous."""
-    if tensor.data_ptr() % 16:
+    place = place_of(tensor)
+    if place is None:
+        return "no address, as a function transform wraps it"
+    if place:
         return "data that doesn't start at a multiple of 16 bytes"
     return _cannot_describe(tensor.shape, tensor.stride(), tensor.element_size())
 

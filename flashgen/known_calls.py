@@ -9,13 +9,27 @@ from typing import Any
 
 import torch
 
-from .call import Call, CallText
+from .call import Call, CallText, geometry_of
+from .check_storage import Storage, views
+from .config import config
 from .schedule import Schedule
 from .spec import Bound
+from .tape import Tapes, place_of
 
-# Shapes and scalars seen lately; a call costs a few hundred bytes.
+# Shapes and scalars seen lately; a call costs some kilobytes.
 _MOST = 64
 _PLAIN = (int, float, bool, str)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What runs a call: a backend, its kernel for few queries or the ordinary one; on which tile,
+    and what a schedule of it depends on, where that is known on the host."""
+
+    backend: str
+    decodes: bool
+    block: tuple[int, int]
+    kept_by: Any
 
 
 @dataclass(eq=False)
@@ -25,14 +39,21 @@ class Known:
     call: Call
     # Of the call's data: the shapes they are read in, where a dimension of 1 stands for many.
     expanded: Mapping[str, torch.Size | None]
-    blocks: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    # Whether tensors say how the others are stored.
+    is_stored: bool
+    routes: dict[Any, Route] = field(default_factory=dict)
+    tapes: Tapes = field(default_factory=Tapes)
     _fits: Callable[[], Schedule | None] = lambda: None
 
-    def block(self, asked: Any, choose: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        """The tile for what is asked of it: a backend, a batch that doesn't matter."""
-        if asked not in self.blocks:
-            self.blocks[asked] = choose()
-        return self.blocks[asked]
+    def route(self, asked: Any, choose: Callable[[], Route]) -> Route:
+        """The way of a call, by what it depends on beside what is known."""
+        found = self.routes.get(asked)
+        if found is None:
+            found = choose()
+            if len(self.routes) >= _MOST:
+                self.routes.clear()
+            self.routes[asked] = found
+        return found
 
     def fits(self, schedule: Schedule) -> bool:
         """Whether this very schedule was found to fit before."""
@@ -41,21 +62,29 @@ class Known:
     def found_to_fit(self, schedule: Schedule) -> None:
         self._fits = weakref.ref(schedule)
 
-    def again(self, text: CallText, q: Any, k: Any, v: Any, sinks: Any, data: Any) -> Call:
+    def again(
+        self, text: CallText, q: Any, k: Any, v: Any, given: Mapping[str, Any], data: Any
+    ) -> Call:
         """The same call of other tensors."""
-        tensors = dict(self.call.bound.tensors)
+        same, spec = self.call, self.call.bound.spec
+        tensors = dict(same.bound.tensors)
         for name, shape in self.expanded.items():
             tensors[name] = data[name] if shape is None else data[name].expand(shape)
-        bound = Bound(self.call.bound.spec, self.call.bound.scalars, tensors)
+        bound = Bound(spec, same.bound.scalars, tensors)
+        if spec.heads is not None:
+            v = k[..., : spec.heads.rank]
+        geometry = same.geometry
+        if self.is_stored:
+            storage = Storage.take(dict(given))
+            q, k, v = views(storage, q, k, v)
+            geometry = geometry_of(text, q, k, v, given["q_offset"], storage)
+        sinks = given["sinks"]
         sinks = None if sinks is None else sinks.contiguous()
-        same = self.call
-        return Call(
-            text, q, k, v, same.geometry, bound, same.scale, same.softcap, sinks, same.dropout
-        )
+        return Call(text, q, k, v, geometry, bound, same.scale, same.softcap, sinks, same.dropout)
 
 
 class KnownCalls:
-    """What an attention's calls have in common, by shapes, dtypes, devices and scalars."""
+    """What an attention's calls have in common, by shapes, strides, dtypes and scalars."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
@@ -63,22 +92,24 @@ class KnownCalls:
     def find(self, key: Any) -> Known | None:
         return None if key is None else self._known.get(key)
 
-    def keep(self, key: Any, call: Call, data: Mapping[str, Any]) -> Known:
+    def keep(self, key: Any, call: Call, given: Mapping[str, Any], data: Any) -> Known:
         """Remember a checked call; tensors of the declaration itself stay, those given don't."""
-        given = {n: x for n, x in data.items() if isinstance(x, torch.Tensor)}
+        mine = {n: x for n, x in data.items() if isinstance(x, torch.Tensor)}
         read = call.bound.tensors
         expanded = {
             n: None if read[n].shape == x.shape else read[n].shape
-            for n, x in given.items()
+            for n, x in mine.items()
             if n in read
         }
-        own = {n: x for n, x in read.items() if n not in given}
+        own = {n: x for n, x in read.items() if n not in mine}
+        is_stored = any(isinstance(x, torch.Tensor) for n, x in given.items() if n != "sinks")
         none: Any = None
         bare = replace(
             *(call,),
             text=none, q=none, k=none, v=none, sinks=None, bound=replace(call.bound, tensors=own),
+            geometry=none if is_stored else call.geometry,
         )  # fmt: skip
-        known = Known(bare, expanded)
+        known = Known(bare, expanded, is_stored)
         if key is not None:
             if len(self._known) >= _MOST:
                 self._known.clear()
@@ -87,29 +118,43 @@ class KnownCalls:
 
 
 def key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
-    """What a check looks at; None where it looks at a tensor's elements, or would cast."""
+    """What a check looks at, and how the tensors lie; None where it looks at a tensor's elements,
+    or would cast."""
     if not isinstance(q, torch.Tensor) or torch.is_autocast_enabled(q.device.type):
         return None
-    parts: list[Any] = []
+    if config.debug:
+        return None
+    device = q.device
+    parts: list[Any] = [device]
     for x in (q, k, v):
-        if not isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and x.device == device:
+            parts += (x.shape, x.stride(), x.dtype, place_of(x))
+        elif x is None:
+            parts.append("none")
+        else:
             return None
-        parts += (x.shape, x.dtype, x.device)
     for name, x in arguments.items():
+        if x is None:
+            continue
         if isinstance(x, torch.Tensor):
-            if name != "sinks":
+            # Lengths and places on a CPU are read.
+            if x.device != device or (name != "sinks" and device.type == "cpu"):
                 return None
-            x = (x.shape, x.dtype, x.device)
-        elif x is not None and type(x) not in _PLAIN:
-            return None
-        parts += (type(x), x)
-    for name, x in data.items():
-        if isinstance(x, torch.Tensor):
-            if x.ndim == 0 or x.layout != torch.strided:
-                return None
-            parts += (name, x.shape, x.dtype, x.device)
+            parts += (name, x.shape, x.stride(), x.dtype, place_of(x))
         elif type(x) in _PLAIN:
             parts += (name, type(x), x)
         else:
             return None
-    return tuple(parts)
+    if arguments.get("cu_seqlens_q") is not None:
+        parts.append(arguments["cu_seqlens_q"] is arguments["cu_seqlens_kv"])
+    for name, x in data.items():
+        if isinstance(x, torch.Tensor):
+            if x.ndim == 0 or x.layout != torch.strided or x.device != device:
+                return None
+            parts += (name, x.shape, x.stride(), x.dtype, place_of(x))
+        elif type(x) in _PLAIN:
+            parts += (name, type(x), x)
+        else:
+            return None
+    # What lies nowhere is wrapped by a function transform.
+    return None if None in parts else tuple(parts)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from . import cache, emit
+from . import cache, direct, emit, tape
 from .config import config
 from .dropout import Dropout
 from .errors import FlashgenError
@@ -19,6 +19,7 @@ from .lower.widths import scalar_is_wide, size_name
 from .order import tables_of
 from .schedule import Schedule
 from .spec import Bound, Spec
+from .tape import on_device
 from .tiling import INTERPRETER, Target, Tiling, choose_for, target_of
 
 LOG2E = 1.4426950408889634
@@ -349,14 +350,21 @@ def launch(
     arguments = [values[name] for name in names]
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    with _on(device):
-        kernel[(programs,)](*arguments, **constants, **options)
+    again = functools.partial(kernel[(programs,)], **constants, **options)
+    recorder = tape.recorder()
+    with on_device(device), nullcontext() if recorder is None else recorder.launching():
+        compiled = again(*arguments)
+    if recorder is not None and hasattr(compiled, "packed_metadata"):
+        # What was compiled takes all arguments in order, and looks at none of them.
+        given = {**dict(zip(names, arguments, strict=True)), **constants}
+        ordered = [given[name] for name in kernel.arg_names]
+        try:
+            found = direct.DirectLaunch(compiled, programs, ordered)
+        except direct.Unknown:
+            found = None
+        run = compiled[(programs, 1, 1)]
+        recorder.launched(run, ordered, takes_stream=True, direct=found)
+    elif recorder is not None:
+        recorder.launched(again, arguments)
     if config.debug and device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The device made the current one, if it isn't: switching costs more than asking."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

@@ -62,6 +62,10 @@ class Saved:
     grad_out: torch.Tensor | None
     grad_lse: torch.Tensor | None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.q, self.k, self.v, self.out, self.lse, self.grad_out, self.grad_lse
+
 
 @functools.lru_cache(maxsize=1024)
 def generate(spec: Spec, variant: emit.Variant, wanted: Wanted, repairs: bool = False) -> Module:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad as fwAD
 
 from ..errors import FlashgenError
 from ..geometry import refuse_paged
@@ -29,20 +28,26 @@ def attention(
 
     q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq];
     `backend`: cpu, interpret, portable or hopper; `arguments` are those of `launch.forward`, and
-    `deterministic`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE [B, Hq, Sq] in
-    float32 (float64 for float64 queries). Packed: q, out [1, H, T, D], the LSE [1, H, T]; paged:
-    k, v [pages, Hkv, page size, D], without gradients. Gradients reach q, k, v, sinks and the
-    float data of the score function; only those asked for are computed.
+    `deterministic` and `tapes`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE
+    [B, Hq, Sq] in float32 (float64 for float64 queries). Packed: q, out [1, H, T, D], the LSE
+    [1, H, T]; paged: k, v [pages, Hkv, page size, D], without gradients. Gradients reach q, k, v,
+    sinks and the float data of the score function; only those asked for are computed.
     Raises FlashgenError where a second derivative is asked for, or a batched or forward one."""
     made = engine(backend, bound, **arguments)
     data = [bound.tensors[tensor.name] for tensor in bound.spec.tensors]
-    out, lse = _Attention.apply(made, q, k, v, sinks, *data)  # type: ignore[no-untyped-call]
+    if not _is_watched(q, k, v, sinks, *data):
+        with no_autocast(q.device):
+            return made.forward(q, k, v, sinks, data)
+    function = _Transformed if torch._C._are_functorch_transforms_active() else _Attention
+    out, lse = function.apply(made, q, k, v, sinks, *data)  # type: ignore[no-untyped-call]
     return out, lse
 
 
-def _signed(function: Callable[..., Any]) -> staticmethod[..., Any]:
-    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-    return staticmethod(function)
+def _is_watched(*inputs: torch.Tensor | None) -> bool:
+    """Whether autograd or a function transform wants to know of the call."""
+    if torch._C._are_functorch_transforms_active() or fwAD._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 class _Function(torch.autograd.Function):
@@ -65,19 +70,15 @@ class _Function(torch.autograd.Function):
 
 
 class _Attention(_Function):
-    # Of an engine, q, k, v, sinks and data. Functions with a `setup_context`, which torch.func asks
-    # for, have their signature read at each call: a kept one of a single parameter is soon read.
-    @_signed
-    def forward(*inputs: Any) -> Any:  # type: ignore[override]
-        made, q, k, v, sinks, *data = inputs
-        with no_autocast(q.device):
-            return made.forward(q, k, v, sinks, data)
+    """Of an engine, q, k, v, sinks and data."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.made = inputs[0]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        made, q, k, v, sinks, *data = inputs
+        with no_autocast(q.device):
+            output = made.forward(q, k, v, sinks, data)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(
@@ -92,6 +93,27 @@ class _Attention(_Function):
         # error.
         run = _Gradients.apply if torch.is_grad_enabled() else _gradients
         return None, *run(*given)
+
+
+class _Transformed(_Attention):
+    """The same with the `setup_context` that function transforms want, which costs a signature
+    read at each call."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+        made, q, k, v, sinks, *data = inputs
+        with no_autocast(q.device):
+            return made.forward(q, k, v, sinks, data)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _save(ctx, inputs, output)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.made = inputs[0]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
 
 
 def _gradients(

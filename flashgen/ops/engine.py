@@ -16,6 +16,7 @@ from ..kernel_names import spell
 from ..launch_backward import Saved
 from ..schedule import Schedule
 from ..spec import Bound
+from ..tape import Tapes
 
 if TYPE_CHECKING:
     from ..call import Call
@@ -55,6 +56,7 @@ def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
     if backend == "cpu":
         from .. import cpu
 
+        arguments.pop("tapes", None)
         return cpu.Walk(bound, **arguments)
     return Kernels(bound, hopper=backend == "hopper", **arguments)
 
@@ -72,16 +74,25 @@ def arguments_of(call: Call, schedule: Schedule, deterministic: bool) -> dict[st
 
 
 class Kernels:
-    """The generated kernels; `hopper`: of its own family where it has them."""
+    """The generated kernels; `hopper`: of its own family where it has them.
+
+    `tapes`: the records of calls like this one, which decide alike about tensors laid out alike."""
 
     def __init__(
-        self, bound: Bound, *, deterministic: bool = False, hopper: bool = False, **arguments: Any
+        self,
+        bound: Bound,
+        *,
+        deterministic: bool = False,
+        hopper: bool = False,
+        tapes: Tapes | None = None,
+        **arguments: Any,
     ) -> None:
         self._run_forward = launch_hopper.forward if hopper else launch.forward
         self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
         self._arguments = arguments
-        self.geometry = arguments["geometry"]
+        self._tapes = tapes or Tapes()
+        self.geometry, self._schedule = arguments["geometry"], arguments["schedule"]
 
     def forward(
         self,
@@ -91,8 +102,15 @@ class Kernels:
         sinks: torch.Tensor | None,
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        bound = _with_tensors(self._bound, data)
-        return self._run_forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            bound = _with_tensors(self._bound, data)
+            return self._run_forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
+
+        read, layout = self._schedule.read_by(ranges=not self._hopper)
+        key = ("forward", self._hopper, launch.precision_of(q.dtype), layout)
+        tensors = (q, k, v, sinks, *data, *self.geometry.tensors, *read)
+        out, lse = self._tapes.run(key, tensors, run)
+        return out, lse
 
     def backward(
         self,
@@ -101,20 +119,30 @@ class Kernels:
         data: Sequence[torch.Tensor],
         needed: Sequence[bool],
     ) -> Gradients:
-        bound = _with_tensors(self._bound, data)
-        wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
-        grads = launch_backward.backward(
-            saved,
-            wanted,
-            bound=bound,
-            sinks=sinks,
-            sinks_wanted=needed[3],
-            deterministic=self._deterministic or _must_be_deterministic(),
-            hopper=self._hopper,
-            **self._arguments,
-        )
-        of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
-        return grads.q, grads.k, grads.v, grads.sinks, *of_data
+        deterministic = self._deterministic or _must_be_deterministic()
+
+        def run() -> Gradients:
+            bound = _with_tensors(self._bound, data)
+            wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
+            grads = launch_backward.backward(
+                saved,
+                wanted,
+                bound=bound,
+                sinks=sinks,
+                sinks_wanted=needed[3],
+                deterministic=deterministic,
+                hopper=self._hopper,
+                **self._arguments,
+            )
+            of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
+            return grads.q, grads.k, grads.v, grads.sinks, *of_data
+
+        read, layout = self._schedule.read_by(by_key=True, ranges=True)
+        how = (self._hopper, deterministic, tuple(needed), launch.precision_of(saved.q.dtype))
+        # What was saved may have been put elsewhere in between.
+        others = (*saved.tensors, sinks, *data)
+        tensors = (*self.geometry.tensors, *read)
+        return tuple(self._tapes.run(("backward", how, layout), tensors, run, others))
 
 
 def _with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:

@@ -12,25 +12,33 @@ from ..geometry import Geometry
 from ..order import tables_of
 from ..spec import Bound
 from ..storage import Packing
+from ..tape import Tapes
 from .classify import Planner, classify
+from .runs import Runs
 from .value import Schedule
 
 
 def make_schedule(
-    bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, call: object
+    bound: Bound,
+    geometry: Geometry,
+    block: tuple[int, int],
+    planner: Planner,
+    call: object,
+    tapes: Tapes | None = None,
 ) -> Schedule:
-    """Plan with PyTorch on the CPU; on a GPU with generated kernels, without waiting for it."""
+    """Plan with PyTorch on the CPU; on a GPU with generated kernels, without waiting for it.
+
+    `tapes`: the records of calls that plan alike."""
     if planner not in ("auto", "bounds", "exact"):
         raise FlashgenError(
             f"there is no planner {planner!r}", call=call, write="auto, bounds or exact"
         )
     spec, runs = bound.spec, None
+    tapes = tapes or Tapes()
     if geometry.device.type == "cpu":
         states = classify(bound, geometry, block, planner)
     else:
-        from ..plan import plan
-
-        states, runs = plan(bound, geometry, block, planner)
+        states, runs = _plan(bound, geometry, block, planner, tapes)
     return Schedule(
         states,
         block,
@@ -46,7 +54,24 @@ def make_schedule(
         geometry.group if spec.uses("h_kv") else None,
         geometry.packing,
         sources_of(bound),
+        _tapes=tapes,
     )
+
+
+def _plan(
+    bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, tapes: Tapes
+) -> tuple[torch.Tensor, Runs]:
+    from ..plan import plan
+
+    def run() -> tuple[torch.Tensor, ...]:
+        states, runs = plan(bound, geometry, block, planner)
+        return states, *runs.tensors
+
+    tensors = [*bound.tensors.values(), *geometry.tensors]
+    if geometry.packing is not None:
+        tensors.append(geometry.packing.sequences(block[0]))
+    states, *runs = tapes.run(("plan", block, planner), tensors, run)
+    return states, Runs(*runs)
 
 
 def sources_of(bound: Bound) -> tuple[tuple[torch.Tensor, int], ...]:

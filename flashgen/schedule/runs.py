@@ -27,8 +27,12 @@ class Runs:
     full: torch.Tensor
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.counts, self.masked, self.full
+
+    @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.counts, self.masked, self.full))
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 @dataclass(frozen=True, eq=False)

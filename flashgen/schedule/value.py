@@ -11,6 +11,7 @@ import torch
 
 from ..order import Ranges, find_ranges
 from ..storage import Packing
+from ..tape import Tapes, layout_of
 from .classify import FULL, PARTIAL
 from .runs import Runs, Visits, column_capacity, compact, visits
 
@@ -43,6 +44,7 @@ class Schedule:
     # The mask's data whose ranges kernels may ask for, and along which dimension.
     _sources: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False)
     _q_runs: Runs | None = field(default=None, repr=False)
+    _tapes: Tapes = field(default_factory=Tapes, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -98,6 +100,21 @@ class Schedule:
         """Runs along the rows: what the forward kernels consume."""
         return self._kv_runs if self._kv_runs is not None else compact(self.states, self._ragged)
 
+    def read_by(self, *, by_key: bool = False, ranges: bool = False) -> tuple[Any, Any]:
+        """What kernels read of it, and how that is laid out; `by_key`: also along the columns,
+        `ranges`: also where equal data lie."""
+        name = f"read {by_key} {ranges}"
+        made: tuple[Any, Any] = self._kept(name, lambda: self._read_by(by_key, ranges))
+        return made
+
+    def _read_by(self, by_key: bool, ranges: bool) -> tuple[Any, Any]:
+        found = [self.states, self.q_sequences, *self.kv_runs.tensors]
+        if ranges:
+            found += [x for made in self.ranges for x in (made.range, made.order)]
+        if by_key:
+            found += [self.kv_sequences, *self.q_runs.tensors]
+        return tuple(found), (self.block_size, *map(layout_of, found))
+
     def visits(self, group: int) -> Visits:
         """Runs along the rows that any of `group` query heads visits; made once."""
         made: Visits = self._kept(f"visits {group}", lambda: self._visits(group))
@@ -108,7 +125,11 @@ class Schedule:
             return visits(self.states, group)
         from ..plan import visits as visits_on_device
 
-        return visits_on_device(self.states, group)
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            made = visits_on_device(self.states, group)
+            return made.counts, made.runs
+
+        return Visits(*self._tapes.run(("visits", group), (), run, (self.states,)))
 
     @property
     def q_runs(self) -> Runs:
@@ -132,7 +153,17 @@ class Schedule:
 
             capacity = column_capacity(-(-self.q_len // self.block_size[0]))
             given = (self.states, self.kv_len, self.kv_lens, self.block_size, capacity)
-            return compact_on_device(*given, by_key=True, packing=self.packing)
+            tensors = [self.states, self.kv_lens, self.kv_sequences]
+            if self.packing is not None:
+                tensors += [self.packing.cu_q, self.packing.cu_kv]
+
+            def run() -> tuple[torch.Tensor, ...]:
+                made = compact_on_device(*given, by_key=True, packing=self.packing)
+                return made.tensors
+
+            return Runs(
+                *self._tapes.run(("q_runs", self.block_size, self.kv_len), (), run, tensors)
+            )
         if self.packing is not None:
             return self._packed_q_runs(self.packing)
         ragged = None if self._ragged is None else self._ragged.mT
@@ -161,7 +192,16 @@ class Schedule:
             return tuple(find_ranges(tensor, dim) for tensor, dim in self._sources)
         from ..plan import find_ranges as find_on_device
 
-        return tuple(find_on_device(tensor, dim) for tensor, dim in self._sources)
+        def run() -> tuple[torch.Tensor, ...]:
+            made = [find_on_device(tensor, dim) for tensor, dim in self._sources]
+            return tuple(x for ranges in made for x in (ranges.range, ranges.order))
+
+        if not self._sources:
+            return ()
+        sources = [tensor for tensor, _ in self._sources]
+        dims = tuple(dim for _, dim in self._sources)
+        found = self._tapes.run(("ranges", dims), (), run, sources)
+        return tuple(Ranges(*pair) for pair in zip(found[::2], found[1::2], strict=True))
 
     @property
     def _ragged(self) -> torch.Tensor | None:

@@ -1,0 +1,134 @@
+"""Calls of one kind after another: from the third on they are played from a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dense
+import pytest
+import torch
+
+import flashgen as fg
+from flashgen import masks
+from flashgen.tape import Tape
+
+PLAYS: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each record had that was played."""
+    PLAYS.clear()
+    play = Tape.play
+
+    def counted(self: Tape, tensors: Any) -> Any:
+        PLAYS.append(len(self._steps))
+        return play(self, tensors)
+
+    monkeypatch.setattr(Tape, "play", counted)
+    return PLAYS
+
+
+def tensors(q_len: int = 40, kv_len: int = 40, heads: int = 4) -> list[torch.Tensor]:
+    shapes = ((2, heads, q_len, 16), (2, 2, kv_len, 16), (2, 2, kv_len, 16))
+    return [torch.randn(s, requires_grad=True) for s in shapes]
+
+
+@fg.attention(mask=masks.causal_document, sinks=True)
+def learned(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+    return score + slope[h] * (kv_idx - q_idx)
+
+
+def test_training(plays: list[int]) -> None:
+    """Forward and backward of a score function with gradients of data and sinks."""
+    attend = learned
+    for turn in range(5):
+        inputs = tensors()
+        slope, sinks = (torch.rand(4).requires_grad_() for _ in range(2))
+        doc = torch.randint(0, 4, (2, 40)).sort(-1).values.int()
+        # The gradient of another layout is another record.
+        grad = (
+            torch.randn(2, 4, 40, 16)
+            if turn != 3
+            else torch.randn(16, 40, 4, 2).permute(3, 2, 1, 0)
+        )
+        every = (*inputs, slope, sinks)
+        given = {"doc": doc, "slope": slope, "sinks": sinks}
+        out = attend(*inputs, **given, backend="interpret")
+        right = attend(*inputs, **given, backend="cpu")
+        torch.testing.assert_close(out, right, rtol=0, atol=2e-5)
+        got = torch.autograd.grad(out, every, grad)
+        wanted = torch.autograd.grad(right, every, grad)
+        for mine, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-4)
+    # Forward in turns 2, 3, 4; backward in 2 and 4.
+    assert len(plays) == 5
+    assert min(plays) > 2
+
+
+def test_what_needs_no_gradient_costs_none(plays: list[int]) -> None:
+    attend = fg.Attention(masks.causal)
+    for _ in range(4):
+        q, k, v = (x.detach() for x in tensors())
+        q.requires_grad_()
+        out = attend(q, k, v, backend="interpret")
+        (grad,) = torch.autograd.grad(out.sum(), (q,))
+        (right,) = torch.autograd.grad(attend(q, k, v, backend="cpu").sum(), (q,))
+        torch.testing.assert_close(grad, right, rtol=0, atol=1e-4)
+    assert len(plays) == 4
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_decoding_with_and_without_a_schedule(plays: list[int], kv_heads: int) -> None:
+    attend = fg.Attention(masks.sliding_window(window=30))
+    for turn in range(4):
+        q = torch.randn(2, 4, 1, 16)
+        k, v = (torch.randn(2, kv_heads, 70, 16) for _ in range(2))
+        schedule = attend.schedule(q, k, v) if turn % 2 else None
+        with torch.no_grad():
+            out = attend(q, k, v, schedule=schedule, backend="interpret")
+        seen = torch.arange(70) > 69 - 30
+        right, _ = dense.attention(q, k, v, seen[None])
+        torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-5)
+    assert plays
+
+
+def test_layouts_that_change_from_call_to_call() -> None:
+    """Strides and alignment decide what a kernel is told: each has its own record."""
+    attend = fg.Attention(masks.causal)
+    for turn in range(9):
+        q, k, v = (x.detach() for x in tensors())
+        if turn % 3 == 1:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        if turn % 3 == 2:
+            q = torch.cat([torch.zeros(1), q.flatten()])[1:].view(q.shape)
+        out = attend(q, k, v, backend="interpret")
+        torch.testing.assert_close(out, attend(q, k, v, backend="cpu"), rtol=0, atol=2e-5)
+
+
+def test_one_tensor_in_several_roles() -> None:
+    """A record of self-attention over one tensor must not serve three, nor the other way round."""
+    attend = fg.Attention(masks.causal)
+    for turn in range(8):
+        shape = (1, 2, 20, 16)
+        given = [torch.randn(shape) for _ in range(3)]
+        if turn % 3 == 0:
+            given = [given[0]] * 3
+        if turn % 3 == 1:
+            given[2] = given[1]
+        out = attend(*given, backend="interpret")
+        torch.testing.assert_close(out, attend(*given, backend="cpu"), rtol=0, atol=2e-5)
+
+
+def test_a_record_after_a_change_of_settings() -> None:
+    attend, q = fg.Attention(masks.causal), torch.randn(1, 1, 20, 16)
+    k, v = torch.randn_like(q), torch.randn_like(q)
+    for turn in range(6):
+        leaf = q.clone().requires_grad_()
+        torch.use_deterministic_algorithms(turn % 2 == 1)
+        try:
+            (grad,) = torch.autograd.grad(attend(leaf, k, v, backend="interpret").sum(), (leaf,))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        (right,) = torch.autograd.grad(attend(leaf, k, v, backend="cpu").sum(), (leaf,))
+        torch.testing.assert_close(grad, right, rtol=0, atol=1e-4)

@@ -1,0 +1,142 @@
+"""Records of what a call does: played on other tensors they do the same, or they aren't made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen.config import config
+from flashgen.tape import Tape, Tapes, recorder
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(3, 4), torch.randn(3, 4)
+
+
+class Counted:
+    """Work, and how often it was done by its own code."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self.work, self.times = work, 0
+
+    def run(self, tapes: Tapes, *tensors: torch.Tensor, key: Any = "k") -> Any:
+        def run() -> Any:
+            self.times += 1
+            return self.work(*tensors)
+
+        return tapes.run(key, (), run, tensors)
+
+
+def mix(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Buffers, views, writes in place, operations of several results, and a missing one."""
+    out = torch.empty_like(x)
+    out.copy_(x.T.contiguous().T)
+    zeros = torch.zeros(3, 4)
+    zeros[1:].add_(y[1:], alpha=2.0)
+    least, most = torch.aminmax(x + y, dim=1)
+    return out, None, zeros, (least - most).to(torch.float64), x
+
+
+def test_what_is_played_is_what_was_done() -> None:
+    tapes, work = Tapes(), Counted(mix)
+    for _ in range(5):
+        x, y = pair()
+        got = work.run(tapes, x, y)
+        for mine, right in zip(got, mix(x, y), strict=True):
+            assert mine is right is None or torch.equal(mine, right)
+        assert got[4] is x
+    assert work.times == 2
+
+
+def test_other_layouts_and_keys_are_other_records() -> None:
+    tapes, work = Tapes(), Counted(mix)
+    for _ in range(3):
+        work.run(tapes, *pair())
+    assert work.times == 2
+    x, y = pair()
+    buffer = torch.empty(13)
+    others = (
+        (x.T.contiguous().T, y),
+        (buffer[1:].view(3, 4).copy_(x), y),
+    )
+    for given in others:
+        before = work.times
+        for mine, right in zip(work.run(tapes, *given), mix(*given), strict=True):
+            assert mine is right is None or torch.equal(mine, right)
+        assert work.times == before + 1
+    work.run(tapes, x, y, key="another")
+    assert work.times == 5
+
+
+ELSEWHERE = torch.ones(3, 4)
+UNSOUND: dict[str, Callable[..., Any]] = {
+    "the host reads": lambda x, y: (x + x.sum().item(),),
+    "a shape depends on values": lambda x, y: (x.nonzero(),),
+    "a tensor from elsewhere": lambda x, y: (x + ELSEWHERE,),
+    "a list of tensors": lambda x, y: (torch.cat([x, y]),),
+    "a result from elsewhere": lambda x, y: (ELSEWHERE,),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_might_differ_is_not_played(name: str) -> None:
+    tapes, work = Tapes(), Counted(UNSOUND[name])
+    for _ in range(4):
+        x, y = pair()
+        torch.testing.assert_close(work.run(tapes, x, y), UNSOUND[name](x, y))
+    assert work.times == 4
+
+
+def test_twins_are_not_recorded_and_not_confused() -> None:
+    tapes, work = Tapes(), Counted(lambda x, y: (x - 2 * y,))
+    x, _ = pair()
+    for _ in range(4):
+        assert torch.equal(work.run(tapes, x, x)[0], x - 2 * x)
+    assert work.times == 4
+    for _ in range(3):
+        x, y = pair()
+        assert torch.equal(work.run(tapes, x, y)[0], x - 2 * y)
+    assert torch.equal(work.run(tapes, x, x)[0], x - 2 * x)
+    assert work.times == 5
+
+
+def test_nothing_is_held_and_nobody_listens_afterwards() -> None:
+    tapes, work = Tapes(), Counted(mix)
+    for _ in range(2):
+        work.run(tapes, *pair())
+    assert recorder() is None
+    tape = next(t for t in tapes._tapes.values() if isinstance(t, Tape))
+    for step in tape._steps:
+        cells = [cell.cell_contents for cell in step.__closure__ or ()]
+        lists = [x for cell in cells if isinstance(cell, (list, tuple)) for x in cell]
+        assert not any(isinstance(x, torch.Tensor) for x in (*cells, *lists))
+
+
+def test_an_error_while_recording_leaves_no_record() -> None:
+    tapes, fails = Tapes(), [False, True, False, False, False]
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> Any:
+        if fails.pop(0):
+            raise ZeroDivisionError
+        return (x + y,)
+
+    counted = Counted(work)
+    x, y = pair()
+    counted.run(tapes, x, y)
+    with pytest.raises(ZeroDivisionError):
+        counted.run(tapes, x, y)
+    assert recorder() is None
+    for _ in range(3):
+        assert torch.equal(counted.run(tapes, x, y)[0], x + y)
+    assert counted.times == 3
+
+
+def test_debugging_records_nothing() -> None:
+    tapes, work = Tapes(), Counted(mix)
+    with config.override(debug=True):
+        for _ in range(4):
+            work.run(tapes, *pair())
+    assert work.times == 4
