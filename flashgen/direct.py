@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,34 +78,30 @@ class DirectLaunch:
                 raise Unknown(kind)
         return storages
 
-    @property
-    def places(self) -> Sequence[int]:
-        """Where among the arguments tensors and descriptors are."""
-        return tuple(self._places)
+    def filled(self, fills: Sequence[tuple[int, int]]) -> Callable[[Sequence[int], Any], None]:
+        """What launches with addresses and on a stream; `fills`: (place among the arguments, place
+        in the list of addresses) of each tensor."""
+        sources = [(self._places[place], slot) for place, slot in fills]
+        plain = [(x.storage, slot) for x, slot in sources if isinstance(x, _Address)]
+        maps = [(x, slot) for x, slot in sources if isinstance(x, _Map)]
+        lock, how, params = self._lock, self._how, self._params
+        run, function = self._driver.cuLaunchKernel, self._compiled.function
 
-    def writers(self, places: Sequence[int]) -> tuple[Any, ...]:
-        """What takes the address at each of these places."""
-        return tuple(self._places[place].write for place in places)
+        def launch(addresses: Sequence[int], stream: Any) -> None:
+            with lock:
+                for storage, slot in plain:
+                    storage.value = addresses[slot]
+                for one, slot in maps:
+                    one.write(addresses[slot])
+                code = run(function, *how, stream, params, None)
+                if code == _INVALID_CONTEXT:
+                    # A thread in which nothing has used the device.
+                    torch.cuda.set_device(torch.cuda.current_device())
+                    code = run(function, *how, stream, params, None)
+            if code:
+                raise _failed("a kernel can't be launched", code)
 
-    def __call__(
-        self, writers: Sequence[Any], tensors: Sequence[torch.Tensor], stream: Any
-    ) -> None:
-        """Launch, after every writer was given the address of its tensor."""
-        with self._lock:
-            for write, x in zip(writers, tensors, strict=True):
-                write(x.data_ptr())
-            code = self._launch(stream)
-            if code == _INVALID_CONTEXT:
-                # A thread in which nothing has used the device.
-                torch.cuda.set_device(tensors[0].device)
-                code = self._launch(stream)
-        if code:
-            raise RuntimeError(f"CUDA: a kernel can't be launched: {_text_of(self._driver, code)}")
-
-    def _launch(self, stream: Any) -> int:
-        how, function = self._how, self._compiled.function
-        code: int = self._driver.cuLaunchKernel(function, *how, stream, self._params, None)
-        return code
+        return launch
 
 
 class _Address:
@@ -113,9 +109,6 @@ class _Address:
 
     def __init__(self) -> None:
         self.storage = ctypes.c_uint64(0)
-
-    def write(self, address: int) -> None:
-        self.storage.value = address
 
 
 class _Map:
@@ -154,8 +147,21 @@ class _Map:
 
     def write(self, address: int) -> None:
         if address != self._address:
-            self._driver.cuTensorMapReplaceAddress(self._at, ctypes.c_void_p(address))
+            code = self._driver.cuTensorMapReplaceAddress(self._at, ctypes.c_void_p(address))
+            if code:
+                raise _failed("a descriptor can't be moved", code)
             self._address = address
+
+
+def clear(address: int, count: int, stream: Any) -> None:
+    """Zero so many bytes of a GPU's memory, in a stream's order."""
+    driver = _driver()
+    code = driver.cuMemsetD8Async(address, 0, count, stream)
+    if code == _INVALID_CONTEXT:
+        torch.cuda.set_device(torch.cuda.current_device())
+        code = driver.cuMemsetD8Async(address, 0, count, stream)
+    if code:
+        raise _failed("memory can't be cleared", code)
 
 
 @functools.cache
@@ -168,6 +174,8 @@ def _driver() -> Any:
         sized = ctypes.POINTER(ctypes.c_size_t)
         driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, sized, sized]
         driver.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
+        memory = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer)
+        driver.cuMemsetD8Async.argtypes = memory
     except (OSError, AttributeError) as error:
         raise Unknown(str(error)) from error
     return driver
@@ -190,6 +198,10 @@ def _check_sizes(driver: Any, function: int, storages: Sequence[Any]) -> None:
     count = len(storages)
     if not driver.cuFuncGetParamInfo(function, count, ctypes.byref(offset), ctypes.byref(size)):
         raise Unknown("more parameters")
+
+
+def _failed(what: str, code: int) -> RuntimeError:
+    return RuntimeError(f"CUDA: {what}: {_text_of(_driver(), code)}")
 
 
 def _text_of(driver: Any, code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from flashgen.config import config
-from flashgen.tape import Tape, Tapes, recorder
+from flashgen.play import Play
+from flashgen.tape import Tapes, recorder
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +110,8 @@ def test_nothing_is_held_and_nobody_listens_afterwards() -> None:
     for _ in range(2):
         work.run(tapes, *pair())
     assert recorder() is None
-    tape = next(t for t in tapes._tapes.values() if isinstance(t, Tape))
-    for step in tape._steps:
+    play = next(x for x in tapes._plays.values() if isinstance(x, Play))
+    for step in play.steps:
         cells = [cell.cell_contents for cell in step.__closure__ or ()]
         lists = [x for cell in cells if isinstance(cell, (list, tuple)) for x in cell]
         assert not any(isinstance(x, torch.Tensor) for x in (*cells, *lists))
@@ -140,3 +142,68 @@ def test_debugging_records_nothing() -> None:
         for _ in range(4):
             work.run(tapes, *pair())
     assert work.times == 4
+
+
+class Adding:
+    """A kernel by addresses: out = x + y, of so many floats; anything of `out` is added to."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.launches = count, 0
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(-1)[: self.count] += x.reshape(-1) + y.reshape(-1)
+
+    def filled(self, fills: Any) -> Any:
+        def launch(addresses: list[int], stream: Any) -> None:
+            self.launches += 1
+            x, y, out = (
+                (ctypes.c_float * self.count).from_address(addresses[slot]) for _, slot in fills
+            )
+            for i in range(self.count):
+                out[i] += x[i] + y[i]
+
+        return launch
+
+
+def launched(kernel: Adding, *tensors: torch.Tensor) -> None:
+    """As `launch.launch` does."""
+    told = recorder()
+    if told is None:
+        kernel(*tensors)
+        return
+    with told.launching():
+        kernel(*tensors)
+    told.launched(kernel, tensors, direct=kernel)  # type: ignore[arg-type]
+
+
+def test_what_only_kernels_see_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are cleared each time, views are addresses, and what is returned is a tensor."""
+    cleared: list[int] = []
+
+    def clear(address: int, count: int, _: Any) -> None:
+        ctypes.memset(address, 0, count)
+        cleared.append(count)
+
+    monkeypatch.setattr("flashgen.play.clear", clear)
+    kernel = Adding(12)
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden, out = torch.zeros(3, 4), torch.zeros(3, 4)
+        long, scratch = torch.zeros(24), torch.empty(1000)
+        scratch.zero_()
+        launched(kernel, x, y, hidden)
+        launched(kernel, hidden, y, long[12:])
+        launched(kernel, long[12:], hidden, out)
+        return out, scratch.sum()
+
+    tapes, counted = Tapes(), Counted(work)
+    for turn in range(5):
+        x, y = pair()
+        out, rest = counted.run(tapes, x, y)
+        torch.testing.assert_close(out, 2 * x + 3 * y)
+        assert not rest
+        assert len(cleared) == max(0, turn - 1)
+    assert counted.times == 2
+    assert kernel.launches == 9
+    # hidden and long, each from a boundary on.
+    assert set(cleared) == {1024}

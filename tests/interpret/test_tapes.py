@@ -10,7 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.tape import Tape
+from flashgen.play import Play
 
 PLAYS: list[int] = []
 
@@ -19,13 +19,13 @@ PLAYS: list[int] = []
 def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each record had that was played."""
     PLAYS.clear()
-    play = Tape.play
+    play = Play.__call__
 
-    def counted(self: Tape, tensors: Any) -> Any:
-        PLAYS.append(len(self._steps))
+    def counted(self: Play, tensors: Any) -> Any:
+        PLAYS.append(len(self.steps))
         return play(self, tensors)
 
-    monkeypatch.setattr(Tape, "play", counted)
+    monkeypatch.setattr(Play, "__call__", counted)
     return PLAYS
 
 
