@@ -274,7 +274,7 @@ class Attention:
         if torch.compiler.is_compiling():
             from .ops import graph
 
-            graph.refuse_schedule(self._program)
+            graph.refuse_schedule(self._program.label)
         program = self._mask_program
         if program is not self._program:
             wanted = {a.name for a in program.params}

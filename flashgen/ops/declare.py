@@ -1,7 +1,7 @@
 """What a graph's operators are told of a declaration, found out while the graph is made.
 
-`torch.compile` runs these functions as they are, on the declaration and on constants, and takes
-their results for constants (it guards on the declaration's identity)."""
+`torch.compile` runs these functions as they are, on constants, of which one is the declaration's
+label, and takes their results for constants."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _LONG = 1 << 20
 
 
 @_constant
-def constants_of(program: Program) -> tuple[str, ...]:
+def constants_of(label: str) -> tuple[str, ...]:
     """Names of data that is baked into kernels."""
-    return tuple(a.name for a in program.params if a.const)
+    return tuple(a.name for a in Program.called(label).params if a.const)
 
 
 @_constant
-def names_of(program: Program) -> tuple[str, ...]:
+def names_of(label: str) -> tuple[str, ...]:
     """Names of the data that a call may give."""
-    return tuple(a.name for a in program.params)
+    return tuple(a.name for a in Program.called(label).params)
 
 
 @_constant
-def refuse_schedule(program: Program) -> None:
+def refuse_schedule(label: str) -> None:
     """`Attention.schedule` inside a graph. Raises FlashgenError."""
     raise FlashgenError(
         "a schedule is asked for inside torch.compile, and it isn't a graph's value",
-        call=f"{program.name}.schedule",
+        call=f"{Program.called(label).name}.schedule",
         write="no schedule: layers that need the same one share it in the graph; or one that is "
         "made outside, and given to the compiled function",
     )
@@ -55,7 +55,7 @@ def refuse_schedule(program: Program) -> None:
 
 @_constant
 def declare(
-    program: Program,
+    label: str,
     names: tuple[Any, ...],
     how: tuple[Any, ...],
     spread: tuple[str, ...],
@@ -71,6 +71,7 @@ def declare(
     the names of the data that the call gives, the tensors that the declaration holds itself, and
     the tile.
     Raises FlashgenError for data that don't fit the declaration."""
+    program = Program.called(label)
     tensors, ints, static, kinds = names
     backend, deterministic, block, made_for, lists = how
     stand_ins = {kind[0]: _stand_in(*kind[1:]) for kind in kinds}

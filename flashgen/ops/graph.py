@@ -64,7 +64,7 @@ def attend(
 
     `arguments` are those of `call.check`, `data` what the expressions read; `mask_program`
     decides schedules."""
-    call = _sort(arguments, data, constants_of(program))
+    call = _sort(arguments, data, constants_of(program.label))
     lists = 2 if _wants_gradient(q, k, v, *call.tensors.values(), *call.data.values()) else 1
     made_for, lengths = None, []
     if schedule is None and q.ndim == 4 and arguments["page_table"] is None:
@@ -75,7 +75,7 @@ def attend(
     else:
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
-    digest, given, kept, _ = declare(program, call.names, how, *_shape_of(q, k, v))
+    digest, given, kept, _ = declare(program.label, call.names, how, *_shape_of(q, k, v))
     tensors, ints = call.lists(given, kept)
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
     return out, lse
@@ -93,14 +93,14 @@ def plan(
 ) -> tuple[list[torch.Tensor], tuple[int, int]]:
     """The schedule's tensors, and its tile. Layers that ask for the same share an operator's call:
     it depends on shapes of q and k, and on what the mask reads."""
-    read = names_of(program)
+    read = names_of(program.label)
     data = {name: value for name, value in data.items() if name in read}
     # What the tile depends on, and else what places a call's positions.
     kernel = "portable" if arguments["dropout_p"] and backend == "auto" else backend
     arguments = {**arguments, "sinks": None, "scale": None, "dropout_p": 0.0, "seed": None}
-    call = _sort(arguments, data, constants_of(program))
+    call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
-    digest, given, kept, block = declare(program, call.names, how, *_shape_of(q, k, v))
+    digest, given, kept, block = declare(program.label, call.names, how, *_shape_of(q, k, v))
     tensors, ints = call.lists(given, kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block

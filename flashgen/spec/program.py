@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -21,6 +23,10 @@ from .spec import Bound, ScalarParam, Spec, TensorParam, sizes_read
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
+_labels = itertools.count()
+_labelled: WeakValueDictionary[str, Program] = WeakValueDictionary()
+
+
 @dataclass(frozen=True)
 class Program:
     """What `fg.Attention` declares once: mask, score function, heads, softcap, sinks."""
@@ -31,12 +37,20 @@ class Program:
     sinks: bool = False
     heads: MLA | None = None
     _specs: dict[Any, Spec] = field(default_factory=dict, compare=False, repr=False)
+    # What `Program.called` finds it by: a constant in graphs, which can't hold the object itself.
+    label: str = field(default_factory=lambda: str(next(_labels)), compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        _labelled[self.label] = self
         check_arguments([a for leaf in self.leaves for a in leaf.arguments], self.name)
 
     def __reduce__(self) -> Any:
         return Program, (self.mask, self.score, self.softcap, self.sinks, self.heads)
+
+    @staticmethod
+    def called(label: str) -> Program:
+        """The living program with this label."""
+        return _labelled[label]
 
     @cached_property
     def name(self) -> str:
