@@ -84,24 +84,27 @@ class DirectLaunch:
         sources = [(self._places[place], slot) for place, slot in fills]
         plain = [(x.storage, slot) for x, slot in sources if isinstance(x, _Address)]
         maps = [(x, slot) for x, slot in sources if isinstance(x, _Map)]
-        lock, how, params = self._lock, self._how, self._params
-        run, function = self._driver.cuLaunchKernel, self._compiled.function
 
         def launch(addresses: Sequence[int], stream: Any) -> None:
-            with lock:
+            with self._lock:
                 for storage, slot in plain:
                     storage.value = addresses[slot]
                 for one, slot in maps:
                     one.write(addresses[slot])
-                code = run(function, *how, stream, params, None)
+                code = self._launch(stream)
                 if code == _INVALID_CONTEXT:
                     # A thread in which nothing has used the device.
                     torch.cuda.set_device(torch.cuda.current_device())
-                    code = run(function, *how, stream, params, None)
+                    code = self._launch(stream)
             if code:
                 raise _failed("a kernel can't be launched", code)
 
         return launch
+
+    def _launch(self, stream: Any) -> int:
+        function, params = self._compiled.function, self._params
+        code: int = self._driver.cuLaunchKernel(function, *self._how, stream, params, None)
+        return code
 
 
 class _Address:

@@ -331,3 +331,17 @@ def test_deterministic_algorithms_fill_what_is_unwritten() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(x, y) for x, y in zip(plain, poisoned, strict=True))
+
+
+def test_lists_of_a_schedule_have_lengths_that_are_symbols() -> None:
+    """What an operator says of its results on a GPU, in a graph of any length."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    import flashgen.ops.library  # noqa: F401  (registers the operators)
+
+    def transpose(states: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.ops.flashgen.transpose(states, None, 1000, [128, 128])
+        assert isinstance(made.shape[0], torch.SymInt)
+        return made
+
+    make_fx(transpose, tracing_mode="symbolic")(torch.empty(2, 4, 6, 8, dtype=torch.int8))

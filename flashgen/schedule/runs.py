@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +62,6 @@ def run_capacity(mask: Expr | None, tiles: int) -> int:
     return capacity
 
 
-@functools.lru_cache(maxsize=1024)
 def column_capacity(rows: int) -> int:
     """How many runs a column of so many tiles may have."""
     capacity: int = torch.sym_min(rows // 2 + 1, MOST_RUNS)  # type: ignore[no-untyped-call]
