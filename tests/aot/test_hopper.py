@@ -7,8 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-import flashgen as fg
-from flashgen import aot, hopper, launch, masks
+from flashgen import aot, hopper
 from flashgen.tiling import Tiling
 
 
@@ -69,18 +68,3 @@ def test_what_can_be_described(change, why):
     assert hopper.can_describe(change(x)) == why
     if not why:
         hopper.descriptor(change(x), (64, 64))
-
-
-@fg.attention(mask=masks.causal)
-def indexed(score, b, h, q_idx, kv_idx, gate: fg.Tensor, column: fg.Tensor, bias: fg.Tensor):
-    """Data along each axis, and along both: rows and keys lie in different threads."""
-    return score * gate[q_idx] + column[kv_idx] + bias[b, h, q_idx, kv_idx // 2]
-
-
-def test_data_along_each_axis_and_both():
-    q, k = (torch.empty(2, h, 200, 64, dtype=torch.bfloat16) for h in (4, 2))
-    data = {"gate": torch.ones(200), "column": torch.ones(200), "bias": torch.ones(2, 4, 200, 100)}
-    call = indexed._check_look(q, k, k, data)
-    variant = launch.variant_of(call.bound, call.geometry, 64, 64)
-    found = aot.compile_hopper_forward(call.bound.spec, dtype=torch.bfloat16, variant=variant)
-    assert found.instructions()["HGMMA"]
