@@ -78,6 +78,7 @@ def decode(
     bound, layout = spell(call.bound), None
     read: tuple[torch.Tensor, ...] = ()
     if schedule is not None and bound.spec.mask is not None:
+        schedule = schedule.for_call()
         visits = schedule.visits(call.geometry.group)
         read = (visits.counts, visits.runs)
         layout = (schedule.block_size, *map(layout_of, read))

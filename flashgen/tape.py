@@ -60,13 +60,16 @@ class Tapes:
             key = (key, *map(layout_of, others))
             tensors = (*tensors, *others)
         found = self._plays.get(key)
+        if recorder() is not None:
+            # A part of what is being recorded.
+            return work()
         if isinstance(found, Play):
             return work() if is_watched() else found(tensors)
         if found == _SEEN and not config.debug and not _has_twins(tensors):
-            recorder = Recorder(tensors)
-            with recorder:
+            recording = Recorder(tensors)
+            with recording:
                 results = work()
-            self._plays[key] = recorder.finish(results) or _NEVER
+            self._plays[key] = recording.finish(results) or _NEVER
             return results
         if found is None:
             if len(self._plays) >= _MOST:

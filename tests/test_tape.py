@@ -136,6 +136,24 @@ def test_an_error_while_recording_leaves_no_record() -> None:
     assert counted.times == 3
 
 
+def test_a_record_inside_a_record_is_a_part_of_it() -> None:
+    tapes, inner = Tapes(), Tapes()
+
+    def nested(x: torch.Tensor, y: torch.Tensor) -> Any:
+        (doubled,) = inner.run("inner", (), lambda: (2 * x,), (x,))
+        return (doubled + y, doubled)
+
+    work = Counted(nested)
+    for _ in range(3):
+        # So that the inner one is recorded, or played, at each turn of the outer one.
+        x, y = pair()
+        inner.run("inner", (), lambda x=x: (2 * x,), (x,))
+        got = work.run(tapes, x, y)
+        assert torch.equal(got[0], 2 * x + y)
+        assert torch.equal(got[1], 2 * x)
+    assert work.times == 2
+
+
 def test_debugging_records_nothing() -> None:
     tapes, work = Tapes(), Counted(mix)
     with config.override(debug=True):

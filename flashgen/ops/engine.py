@@ -90,9 +90,9 @@ class Kernels:
         self._run_forward = launch_hopper.forward if hopper else launch.forward
         self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
-        self._arguments = arguments
+        self.geometry, self._schedule = arguments["geometry"], arguments["schedule"].for_call()
+        self._arguments = {**arguments, "schedule": self._schedule}
         self._tapes = tapes or Tapes()
-        self.geometry, self._schedule = arguments["geometry"], arguments["schedule"]
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -45,6 +46,8 @@ class Schedule:
     _sources: tuple[tuple[torch.Tensor, int], ...] = field(default=(), repr=False)
     _q_runs: Runs | None = field(default=None, repr=False)
     _tapes: Tapes = field(default_factory=Tapes, repr=False)
+    # Whether it serves one call alone.
+    _is_of_one_call: bool = field(default=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -137,13 +140,21 @@ class Schedule:
         made: Runs = self._q_runs or self._kept("q_runs", self._transpose)
         return made
 
+    def for_call(self) -> Schedule:
+        """Itself; in a CUDA graph a copy, which keeps what the call makes of it."""
+        if not is_capturing(self.device):
+            return self
+        made = copy.copy(self)
+        made.__dict__["_is_of_one_call"] = True
+        return made
+
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         """What was made when it was first asked for; but a CUDA graph's has no contents before the
-        graph is replayed, and isn't kept."""
+        graph is replayed, and no other call gets it."""
         made = self.__dict__.get(name)
         if made is None:
             made = make()
-            if not is_capturing(self.device):
+            if self._is_of_one_call or not is_capturing(self.device):
                 self.__dict__[name] = made
         return made
 
