@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cache, emit, emit_decode, launch_decode
+from . import cache, emit, emit_decode, launch_decode, launch_hopper_latent
 from .aot import TARGETS, Compiled, _placeholders, compile_kernel
 from .launch import key_parts
 from .spec import Spec
@@ -30,10 +30,12 @@ def compile_decode(
     *,
     dtype: torch.dtype = torch.bfloat16,
     rows: tuple[int, int] = (1, 4),
+    repairs: bool = False,
 ) -> Compiled:
-    """Compile a spec's kernel for few queries, of several splits, for a target of `TARGETS`."""
-    generated = launch_decode.generate(spec, variant)
-    module = cache.module(generated.name, generated.text, key_parts())
+    """Compile a spec's kernel for few queries, of several splits, for a target of `TARGETS`.
+
+    `repairs`: the one that repairs what Hopper's kernel for latent heads found spoilt."""
+    kernel, generated = launch_decode.kernel_of(spec, variant, key_parts(), repairs)
     blocks = blocks_for(spec, variant, target, dtype, rows)
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     constants = launch_decode.constants_of(sample, [sample], blocks, partial=True)
@@ -41,9 +43,39 @@ def compile_decode(
         constants |= dict(zip(("TILE_M", "TILE_N"), _TILE, strict=True))
     if variant.keys == "paged":
         constants["PAGE_SIZE"] = 16
-    others = {"out_ptr": torch.float32}
-    values = _placeholders(generated.arguments, spec, dtype, others)
-    return compile_kernel(target, module.attention_decode, values, constants, blocks.tiling)
+    values = _placeholders(generated.arguments, spec, dtype, {"out_ptr": torch.float32})
+    return compile_kernel(target, kernel, values, constants, blocks.tiling)
+
+
+def compile_hopper_latent(
+    spec: Spec,
+    variant: emit.Variant,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    rows: tuple[int, int] = (1, 64),
+    partial: bool = False,
+) -> Compiled:
+    """Compile a spec's kernel for latent heads of the Hopper family for sm_90.
+
+    `rows`: queries, and heads; `partial`: of several splits."""
+    heads, (queries, group) = spec.heads, rows
+    assert heads is not None
+    kernel, generated = launch_hopper_latent.kernel_of(spec, variant, key_parts())
+    blocks = launch_hopper_latent.blocks_of(queries, group, LATENT_TILE)
+    q, kv = (torch.empty(1, n, 64, heads.rank + heads.rope, dtype=dtype) for n in (group, 1))
+    known = launch_hopper_latent.descriptors(q, kv, heads, blocks)
+    others = {"out_ptr": torch.float32 if partial else dtype}
+    placeholders = _placeholders(generated.arguments, spec, dtype, others)
+    values = [
+        known.get(name, value)
+        for name, value in zip(generated.arguments, placeholders, strict=True)
+    ]
+    constants = launch_hopper_latent.constants_of(heads, blocks, partial=partial)
+    if spec.mask is not None:
+        constants |= dict(zip(("TILE_M", "TILE_N"), LATENT_TILE, strict=True))
+    if variant.keys == "paged":
+        constants["PAGE_SIZE"] = 64
+    return compile_kernel("sm_90", kernel, values, constants, blocks.tiling)
 
 
 def compile_merge(target: str, v_head_dim: int = 128) -> Compiled:

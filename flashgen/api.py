@@ -173,7 +173,7 @@ class Attention:
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
             schedule = self._planned(call, route.block, "auto", route.kept_by, known.tapes)
         if route.decodes:
-            out, lse = decode(call, schedule, batch_invariant, known.tapes)
+            out, lse = decode(call, schedule, batch_invariant, route.backend, known.tapes)
         else:
             assert schedule is not None
             out, lse = ops.attention(

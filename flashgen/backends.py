@@ -8,11 +8,12 @@ from typing import Literal
 
 import torch
 
-from . import launch, launch_hopper
+from . import launch, launch_hopper, launch_hopper_latent
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
 from .schedule import Schedule
+from .spec import MLA
 from .tiling import choose as tiling_of
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
@@ -39,11 +40,12 @@ def choose(
     schedule: Schedule | None = None,
     dropout: bool = False,
     geometry: Geometry | None = None,
+    heads: MLA | None = None,
 ) -> Choice:
     """Resolve `auto`, and refuse what can't run. Raises FlashgenError.
 
     `tensors`: q, k and v; `schedule`: the one that is given; `dropout`: whether weights are
-    dropped; and where the tensors lie: Hopper's kernels want to know."""
+    dropped; where the tensors lie, and whether heads are latent: Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
             f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
@@ -53,7 +55,15 @@ def choose(
     why = "asked for"
     no_hopper = ""
     if backend in ("auto", "hopper"):
-        no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
+        if heads is not None and geometry is not None:
+            q, kv = tensors[:2]
+            no_hopper = launch_hopper_latent.obstacle(
+                device, dtype, heads, q, kv, geometry, schedule
+            )
+            if backend == "auto" and not no_hopper:
+                no_hopper = "Hopper's kernel for latent heads runs where it is asked for"
+        else:
+            no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:
             no_hopper = "Hopper's kernels have no dropout"
     if backend == "auto":
@@ -102,6 +112,7 @@ def choose_for(backend: str, call: Call, schedule: Schedule | None = None) -> Ch
         schedule=schedule,
         dropout=call.dropout is not None,
         geometry=call.geometry,
+        heads=call.bound.spec.heads,
     )
 
 

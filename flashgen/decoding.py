@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import launch_decode
+from . import launch_decode, launch_hopper_latent
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
@@ -14,7 +14,7 @@ from .kernel_names import spell
 from .launch import precision_of
 from .schedule import Schedule
 from .tape import Tapes, layout_of
-from .tiling_decode import MOST_QUERIES, WHOLE_ROWS
+from .tiling_decode import MOST_QUERIES
 
 # Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
 _MOST_SPLIT_QUERIES, _LONG_KEYS = 64, 4096
@@ -70,7 +70,11 @@ def choose_kernel(
 
 
 def decode(
-    call: Call, schedule: Schedule | None, batch_invariant: bool, tapes: Tapes | None = None
+    call: Call,
+    schedule: Schedule | None,
+    batch_invariant: bool,
+    backend: str,
+    tapes: Tapes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel for few queries: out and LSE, without gradients.
 
@@ -83,8 +87,11 @@ def decode(
         read = (visits.counts, visits.runs)
         layout = (schedule.block_size, *map(layout_of, read))
 
+    hopper = on_hopper(call, backend)
+    forward = launch_hopper_latent.forward if hopper else launch_decode.forward
+
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        return launch_decode.forward(
+        return forward(
             *(call.q, call.k, call.v),
             bound=bound,
             geometry=call.geometry,
@@ -95,11 +102,16 @@ def decode(
             batch_invariant=batch_invariant,
         )
 
-    key = ("decode", bool(batch_invariant), precision_of(call.q.dtype), layout)
+    key = ("decode", hopper, bool(batch_invariant), precision_of(call.q.dtype), layout)
     given = (call.q, call.k, call.v, call.sinks, *bound.tensors.values())
     tensors = (*given, *call.geometry.tensors, *read)
     out, lse = (tapes or Tapes()).run(key, tensors, run)
     return out, lse
+
+
+def on_hopper(call: Call, backend: str) -> bool:
+    """Whether a call that decodes runs on Hopper's own kernel; latent heads have one there."""
+    return backend == "hopper" and call.bound.spec.heads is not None
 
 
 def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:
@@ -142,8 +154,11 @@ def _training(what: str, call: Call) -> FlashgenError:
     )
 
 
-def describe(call: Call, schedule: Schedule) -> str:
+def describe(call: Call, schedule: Schedule, backend: str) -> str:
     """The blocks and splits of a call that decodes, for `explain`."""
-    tile = WHOLE_ROWS if call.bound.spec.mask is None else schedule.block_size
-    blocks = launch_decode.blocks_of(call.q, call.v, call.bound, call.geometry, tile)
+    tile = launch_decode.tile_of(call.bound, schedule)
+    if on_hopper(call, backend):
+        blocks = launch_hopper_latent.blocks_of(call.geometry.q_len, call.geometry.heads, tile)
+    else:
+        blocks = launch_decode.blocks_of(call.q, call.v, call.bound, call.geometry, tile)
     return f"{blocks}\n{launch_decode.splits_of(blocks, call.geometry, batch_invariant=False)}"

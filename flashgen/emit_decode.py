@@ -28,17 +28,19 @@ from .emit_masks import keep_by_key, mask_text
 from .expr import leaves
 from .spec import Spec
 
-_SCHEDULE = ("counts", "runs")
-_SCHEDULE_SIZES = (
+SCHEDULE = ("counts", "runs")
+SCHEDULE_SIZES = (
     "schedule_stride_b: tl.int64",
     "schedule_stride_h: tl.int64",
     "runs_width: tl.int32",
 )
 
 
-def decode(spec: Spec, variant: Variant, command: str = "") -> Generated:
-    """The kernel that attends with a split of the keys."""
-    arguments = _arguments(spec, variant)
+def decode(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = False) -> Generated:
+    """The kernel that attends with a split of the keys.
+
+    `repairs`: only its careful second pass, on rows that Hopper's kernel found to be spoilt."""
+    arguments = _arguments(spec, variant, repairs)
     text = (
         environment()
         .get_template("decode.py.j2")
@@ -53,10 +55,13 @@ def decode(spec: Spec, variant: Variant, command: str = "") -> Generated:
             offset=variant.offset,
             packed=False,
             key_storage=variant.keys,
+            repairs=repairs,
             **_select_arguments(arguments, spec, variant),
         )
     )
-    name = f"{kernel_name(spec, variant)}{variant.suffix}_decode"
+    name = (
+        f"{kernel_name(spec, variant)}{variant.suffix}_{'repair_decoded' if repairs else 'decode'}"
+    )
     return Generated(name, tidy(text), tuple(map(bare, arguments)))
 
 
@@ -130,14 +135,15 @@ def latent_parts(first: int, size: int, number: int = 0) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _arguments(spec: Spec, variant: Variant) -> list[str]:
+def _arguments(spec: Spec, variant: Variant, repairs: bool) -> list[str]:
     tensors = "qk" if spec.heads is not None else "qkv"
     has_mask = spec.mask is not None
     arguments = [*(f"{x}_ptr" for x in tensors), "out_ptr", "lse_ptr"]
+    arguments += ["spoilt_ptr"] if repairs else []
     arguments += ["sinks_ptr"] if spec.sinks else []
-    arguments += _SCHEDULE if has_mask else ()
+    arguments += SCHEDULE if has_mask else ()
     arguments += [f"stride_{x}{dim}: tl.int64" for x in tensors for dim in "bhs"]
-    arguments += _SCHEDULE_SIZES if has_mask else ()
+    arguments += SCHEDULE_SIZES if has_mask else ()
     arguments += ["heads: tl.int32", "group: tl.int32"]
     arguments += ["splits: tl.int32", "split_tiles: tl.int32"]
     arguments += [*position_arguments(variant), *key_arguments(variant)]
@@ -147,7 +153,7 @@ def _arguments(spec: Spec, variant: Variant) -> list[str]:
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.
 _DERIVED = ("b", "h_kv", "chunk", "q_block", "split", "share_from", "share_to")
 _UNUSED = (
-    r"counts|sinks_ptr|kv_lens_ptr|kv_len|split_tiles|schedule_\w+|q_offset\w*|stride_.b|"
+    r"counts|sinks_ptr|spoilt_ptr|kv_lens_ptr|kv_len|split_tiles|schedule_\w+|q_offset\w*|stride_.b|"
     r"stride_kh|stride_vh|page_table_stride"
 )
 

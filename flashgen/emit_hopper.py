@@ -48,25 +48,33 @@ class Math:
         return frozenset(line.partition(" = ")[0] for part in self.lines for line in part)
 
 
-def lower_by_key(expr: Expr | None, spec: Spec, variant: Variant, taken: frozenset[str]) -> Math:
+def lower_by_key(
+    expr: Expr | None,
+    spec: Spec,
+    variant: Variant,
+    taken: frozenset[str],
+    of_rows: frozenset[str] = frozenset(("q_idx",)),
+) -> Math:
     """Statements that load what belongs to a key once a tile, and not once for each score.
 
     In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
-    loads are wide and few if each thread reads one key and what it read crosses over."""
+    loads are wide and few if each thread reads one key and what it read crosses over.
+    `of_rows`: indices that a block's rows have of their own."""
     exprs = [] if expr is None else [expr]
-    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stages(expr))
+    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stages(expr, of_rows))
     by_key = [line.partition(" = ")[0] for line in found.statements[1]]
     pairs = "\n".join((*found.statements[2], *found.results))
     crossing = tuple(name for name in by_key if re.search(rf"\b{name}\b", pairs))
     return Math(found, crossing)
 
 
-def _stages(expr: Expr | None) -> Callable[[Expr], int]:
+def _stages(expr: Expr | None, of_rows: frozenset[str]) -> Callable[[Expr], int]:
     """0: fixed for a row block; 1: read for a key alone; 2: for a pair."""
     nodes = list(walk(expr)) if expr is not None else []
-    loads = [n for n in nodes if n.op == "load" and _is_of_key(n)]
-    by_key = {n for load in loads for n in walk(load) if _is_of_key(n)}
-    by_key |= {n for n in nodes if _is_of_key(n) and any(x in loads for x in walk(n))}
+    of_key = {n for n in nodes if _is_of_key(n, of_rows)}
+    loads = [n for n in nodes if n.op == "load" and n in of_key]
+    by_key = {n for load in loads for n in walk(load) if n in of_key}
+    by_key |= {n for n in of_key if any(x in loads for x in walk(n))}
 
     def stage_of(node: Expr) -> int:
         if node in by_key:
@@ -76,9 +84,9 @@ def _stages(expr: Expr | None) -> Callable[[Expr], int]:
     return stage_of
 
 
-def _is_of_key(node: Expr) -> bool:
+def _is_of_key(node: Expr, of_rows: frozenset[str]) -> bool:
     indices = leaves(node, "index")
-    return "kv_idx" in indices and "q_idx" not in indices and not leaves(node, "score")
+    return "kv_idx" in indices and not indices & of_rows and not leaves(node, "score")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,10 +41,19 @@ def generate(spec: Spec, variant: emit.Variant, command: str = "") -> emit.Gener
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
-    generated = generate(spec, variant)
+def repairing(spec: Spec, variant: emit.Variant) -> emit.Generated:
+    """The text of the kernel that repairs what Hopper's kernel for latent heads found spoilt."""
+    return emit_decode.decode(spec, variant, repairs=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel_of(
+    spec: Spec, variant: emit.Variant, parts: tuple[str, ...], repairs: bool = False
+) -> tuple[Any, emit.Generated]:
+    """The kernel, or the one that repairs, and its text."""
+    generated = (repairing if repairs else generate)(spec, variant)
     module = cache.module(generated.name, generated.text, parts)
-    return module.attention_decode, generated
+    return module.repair_decoded if repairs else module.attention_decode, generated
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,9 +77,83 @@ def blocks_of(q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry
 
 def splits_of(blocks: Blocks, geometry: Geometry, *, batch_invariant: bool) -> Splits:
     """Into how many splits the keys are cut, from what the host knows."""
-    programs = blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
-    count = processors(geometry.device)
+    programs, count = max(1, programs_of(blocks, geometry)), processors(geometry.device)
     return choose_splits(blocks, programs, geometry.kv_len, count, invariant=batch_invariant)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call on its way to a kernel for few queries: its arguments by name, its splits, results.
+
+    `parts` and `lses` are the splits' results, and those of the call if there is one split."""
+
+    values: dict[str, Any]
+    splits: Splits
+    parts: torch.Tensor
+    lses: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def partial(self) -> bool:
+        """Whether results have to be merged."""
+        return self.splits.count > 1
+
+    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of a call whose kernel has been launched."""
+        if self.partial:
+            merge(self.parts, self.lses, self.out, self.lse)
+        return self.out, self.lse
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    splits: Splits,
+) -> Work:
+    """The arguments of `forward`, whose scale is positive, as a kernel takes them."""
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = q.new_empty(q.shape[:3], dtype=kind)
+    parts, lses = out, lse
+    if splits.count > 1:
+        parts = q.new_empty((*q.shape[:3], splits.count, v.shape[-1]), dtype=kind)
+        lses = q.new_empty((*q.shape[:3], splits.count), dtype=kind)
+    values: dict[str, Any] = {
+        "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
+        "heads": geometry.heads, "group": geometry.group,
+        "splits": splits.count, "split_tiles": splits.tiles,
+        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
+        **position_values(geometry), **data_values(bound),
+    }  # fmt: skip
+    if bound.spec.score is not None or softcap is not None:
+        values["scale_log2"] = LOG2E
+    for letter, tensor in (("q", q), ("k", k), ("v", v)):
+        values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
+    if bound.spec.mask is not None:
+        assert schedule is not None
+        values |= _schedule_values(schedule, geometry)
+    return Work(values, splits, parts, lses, out, lse)
+
+
+def storage_constants(
+    bound: Bound, geometry: Geometry, schedule: Schedule | None
+) -> dict[str, Any]:
+    """The compile-time values that say how a schedule and pages are laid out."""
+    constants = {}
+    if bound.spec.mask is not None:
+        constants = dict(zip(("TILE_M", "TILE_N"), tile_of(bound, schedule), strict=True))
+    if geometry.pages is not None:
+        constants["PAGE_SIZE"] = geometry.pages.size
+    return constants
 
 
 def forward(
@@ -91,44 +175,39 @@ def forward(
     `k`, whatever `v` is. Nothing waits for the device; the grid depends on shapes alone, so that
     a captured graph serves other lengths up to that of `k`."""
     q, k, v, scale = positive_scale(q, k, v, scale)
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = q.new_empty(q.shape[:3], dtype=kind)
-    if not lse.numel():
-        return out, lse
-    tile = WHOLE_ROWS if bound.spec.mask is None else _tile_of(schedule)
-    blocks = blocks_of(q, v, bound, geometry, tile)
-    splits = splits_of(blocks, geometry, batch_invariant=batch_invariant)
-    parts, lses = out, lse
-    if splits.count > 1:
-        parts = q.new_empty((*q.shape[:3], splits.count, v.shape[-1]), dtype=kind)
-        lses = q.new_empty((*q.shape[:3], splits.count), dtype=kind)
-    values: dict[str, Any] = {
-        "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
-        "heads": geometry.heads, "group": geometry.group,
-        "splits": splits.count, "split_tiles": splits.tiles,
-        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
-        **position_values(geometry), **data_values(bound),
-    }  # fmt: skip
-    if bound.spec.score is not None or softcap is not None:
-        values["scale_log2"] = LOG2E
-    for letter, tensor in (("q", q), ("k", k), ("v", v)):
-        values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
-    constants = constants_of(q, [q, k, v], blocks, partial=splits.count > 1)
-    if bound.spec.mask is not None:
-        assert schedule is not None
-        values |= _schedule_values(schedule, geometry)
-        constants |= {"TILE_M": tile[0], "TILE_N": tile[1]}
-    if geometry.pages is not None:
-        constants["PAGE_SIZE"] = geometry.pages.size
-    kernel, generated = _kernel(
-        bound.spec, variant_of(bound, geometry, q.shape[-1], v.shape[-1]), key_parts()
-    )
-    programs = blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
-    launch(kernel, generated.arguments, values, constants, blocks.tiling, programs * splits.count)
-    if splits.count > 1:
-        merge(parts, lses, out, lse)
-    return out, lse
+    blocks = blocks_of(q, v, bound, geometry, tile_of(bound, schedule))
+    work = prepare(
+        q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=scale, softcap=softcap,
+        sinks=sinks, splits=splits_of(blocks, geometry, batch_invariant=batch_invariant),
+    )  # fmt: skip
+    if not work.lse.numel():
+        return work.out, work.lse
+    run(work, blocks, bound=bound, geometry=geometry, schedule=schedule)
+    return work.merged()
+
+
+def run(
+    work: Work,
+    blocks: Blocks,
+    *,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule | None,
+    repairs: bool = False,
+) -> None:
+    """Launch the kernel; `repairs`: the one that looks at `spoilt_ptr` and repairs what is."""
+    q, k, v = (work.values[f"{x}_ptr"] for x in "qkv")
+    constants = constants_of(q, [q, k, v], blocks, partial=work.partial)
+    constants |= storage_constants(bound, geometry, schedule)
+    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    kernel, generated = kernel_of(bound.spec, variant, key_parts(), repairs)
+    programs = programs_of(blocks, geometry) * work.splits.count
+    launch(kernel, generated.arguments, work.values, constants, blocks.tiling, programs)
+
+
+def programs_of(blocks: Blocks, geometry: Geometry) -> int:
+    """Programs of one split."""
+    return blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
 
 
 def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -167,7 +246,10 @@ def constants_of(
     }
 
 
-def _tile_of(schedule: Schedule | None) -> tuple[int, int]:
+def tile_of(bound: Bound, schedule: Schedule | None) -> tuple[int, int]:
+    """Queries and keys of the schedule's tile; without a mask there is none."""
+    if bound.spec.mask is None:
+        return WHOLE_ROWS
     assert schedule is not None, "a mask needs its schedule"
     return schedule.block_size
 

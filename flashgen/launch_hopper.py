@@ -21,7 +21,7 @@ BLOCK_M = 128
 
 KEYS = (128, 64)
 # Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
-_SHARED = 232448 - 2048
+SHARED = 232448 - 2048
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def shape_for(head_dim: int, v_head_dim: int, block_n: int | None = None) -> Sha
         return next(s for n in KEYS if (s := shape_for(head_dim, v_head_dim, n)).stages > 1)
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
     stage = 2 * block_n * (q_dim + v_dim)
-    return Shape(block_n, min(4, (_SHARED - 2 * BLOCK_M * q_dim) // stage))
+    return Shape(block_n, min(4, (SHARED - 2 * BLOCK_M * q_dim) // stage))
 
 
 def obstacle(
@@ -56,7 +56,7 @@ def obstacle(
     """Why Hopper's kernel can't run a call (q, k, v: `tensors`), or any; empty if it can."""
     if device.type != "cuda":
         return f"Hopper's kernels run on its GPU, and the tensors are on {device}"
-    if problem := _unsupported(launch.current_target(device), dtype):
+    if problem := unsupported(launch.current_target(device), dtype):
         return problem
     if geometry is not None and not geometry.is_dense:
         return "Hopper's kernels take dense tensors, not packed or paged ones"
@@ -79,7 +79,7 @@ def obstacle(
 
 
 @functools.cache
-def _unsupported(target: Target, dtype: torch.dtype) -> str:
+def unsupported(target: Target, dtype: torch.dtype) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"Hopper's kernels take 16-bit floats, not {str(dtype).removeprefix('torch.')}"
     if (target.backend, target.arch) != ("cuda", "90"):

@@ -14,12 +14,13 @@ from . import (
     launch_decode,
     launch_hopper,
     launch_hopper_backward,
+    launch_hopper_latent,
     plan,
 )
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
-from .decoding import Kernel, describe
+from .decoding import Kernel, describe, on_hopper
 from .emit_backward import Wanted
 from .kernel_names import spell
 from .model import Cost
@@ -34,6 +35,9 @@ LINES_SHOWN = 24
 
 def _forward(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     spec, variant = _kernel_of(call)
+    if kernel.decodes and on_hopper(call, choice.name):
+        made = [launch_hopper_latent.generate(spec, variant)]
+        return [*made, launch_decode.repairing(spec, variant), emit_decode.merging()]
     if kernel.decodes:
         return [launch_decode.generate(spec, variant), emit_decode.merging()]
     if choice.name == "hopper":
@@ -107,7 +111,7 @@ def _order(cheaper: Ordered, schedule: Schedule) -> str:
 def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:
     dims = (call.q.shape[-1], call.v.shape[-1])
     if kernel.decodes:
-        return describe(call, schedule)
+        return describe(call, schedule, choice.name)
     if choice.name == "hopper":
         problem = _no_hopper_backward(call, schedule.block_size)
         backward = f"portable; {problem}" if problem else "hopper"

@@ -81,15 +81,16 @@ def _most_rows(dtype: torch.dtype, latent: bool) -> int:
 
 def _rows(most: int, q_len: int, group: int, tile_m: int) -> tuple[int, int]:
     """Packed rows of a block, and heads to a query. A block lies in one row of tiles."""
-    packed = min(_power_of_two(group), most)
-    queries = min(_power_of_two(q_len), most // packed)
+    packed = min(power_of_two(group), most)
+    queries = min(power_of_two(q_len), most // packed)
     if q_len > tile_m:
         queries = min(queries, tile_m & -tile_m)
     # A matrix product has 16 rows at least: of more heads than there are, not more queries.
     return max(16, packed * queries), max(packed, 16 // queries)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest one that isn't below n."""
     return 1 << (n - 1).bit_length()
 
 

@@ -167,6 +167,10 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     return torch.where(torch.as_tensor(condition), yes, no)
 
 
+def _full(shape: list[int], value: float, dtype: Any, layout: Any = None) -> torch.Tensor:
+    return torch.full(shape, value, dtype=dtype)
+
+
 def _load_tile(tiles: Tiles, place: list[Any], barrier: Barrier, into: Shared) -> None:
     here, there = tiles.inside(place)
     into.data.zero_()
@@ -198,7 +202,8 @@ def _specialize(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: An
 
     def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         try:
-            function(*arguments)
+            # Numbers are each partition's own; what is shared is memory.
+            function(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
         except BaseException as error:
             errors.append(error)
 
@@ -256,12 +261,15 @@ class Machine:
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             zeros_like=torch.zeros_like, where=_where, load=_load, store=_store, abs=torch.abs,
             atomic_add=lambda *a, mask, sem: _store(*a, mask=mask, add=True),
-            exp=torch.exp, exp2=torch.exp2, sum=torch.sum, convert_layout=lambda x, layout: x,
+            exp=torch.exp, exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
             static_range=range, SliceLayout=lambda *_: None, warp_specialize=_specialize,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
-            allocate_shared_memory=_allocate,
+            allocate_shared_memory=_allocate, int8=torch.int8, full=_full,
+            SwizzledSharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
+            max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
+            associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
         )  # fmt: skip
         language.sum = lambda x, axis=None: x.sum() if axis is None else x.sum(axis)
         mbarrier = SimpleNamespace(
@@ -276,12 +284,14 @@ class Machine:
         hopper = SimpleNamespace(
             accumulator=lambda n: None, operand=lambda n: None, load_tile=_load_tile,
             add_tile=_add_tile, wait_stores=lambda n: None, barrier=lambda: None,
+            mbarrier=mbarrier, fence_async_shared=lambda: None, warpgroup_mma=_product,
+            warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
             async_copy=async_copy, sync_at=lambda n: self.named[int(n)].sync(),
             arrive_at=lambda n: self.named[int(n)].arrive(),
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,
             "gluon": SimpleNamespace(jit=_decorator), "triton": SimpleNamespace(jit=_decorator),
-            "fence_async_shared": lambda: None, "warpgroup_mma": _product,
-            "warpgroup_mma_wait": lambda n, deps: deps if len(deps) > 1 else deps[0],
+            "fence_async_shared": hopper.fence_async_shared,
+            "warpgroup_mma": hopper.warpgroup_mma, "warpgroup_mma_wait": hopper.warpgroup_mma_wait,
         }  # fmt: skip

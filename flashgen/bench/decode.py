@@ -25,7 +25,7 @@ SHAPES = ((1, 131072), (16, 8192), (64, 8192))
 WITH_FLEX = (16, 8192)
 PAGES = (16, 64)
 WINDOW = 4096
-LATENT_BATCH, LATENT_LENGTH, LATENT_HEADS = 128, 4096, (16, 64)
+LATENT_BATCH, LATENT_LENGTH, LATENT_HEADS = 128, 4096, (16, 32, 64, 128)
 SCALE = 192**-0.5
 Work = Callable[[], Any]
 # A folder beside the package, which a type checker doesn't find.
@@ -84,9 +84,14 @@ def _latent(heads: int, copy: float, rounds: int) -> list[Row]:
     q = torch.randn(LATENT_BATCH, heads, 1, 576, device="cuda", dtype=torch.bfloat16)
     kv = torch.randn(LATENT_BATCH, 1, LATENT_LENGTH, 576, device="cuda", dtype=torch.bfloat16)
     attend = fg.Attention(heads=fg.MLA(rank=512, rope=64))
-    works = {"flashgen": partial(attend, q, kv, scale=SCALE)}
+    works: dict[str, Work] = {
+        "flashgen": partial(attend, q, kv, scale=SCALE),
+        "flashgen, portable": partial(attend, q, kv, scale=SCALE, backend="portable"),
+    }
+    _check(works)
     name = f"latent, {heads} heads, {LATENT_BATCH} x {LATENT_LENGTH}"
-    return _rows(name, works, kv.nbytes, copy, rounds)
+    flops = 2 * q[..., 0].numel() * LATENT_LENGTH * (576 + 512)
+    return _rows(name, works, kv.nbytes, copy, rounds, flops)
 
 
 def _host() -> list[Row]:
@@ -142,13 +147,18 @@ def _check(works: Mapping[str, Work]) -> None:
         torch.testing.assert_close(out, base, rtol=2e-2, atol=4e-3, msg=f"{name} differs")
 
 
-def _rows(work: str, works: Mapping[str, Work], moved: int, copy: float, rounds: int) -> list[Row]:
-    """Rows whose names say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms."""
+def _rows(
+    work: str, works: Mapping[str, Work], moved: int, copy: float, rounds: int, flops: int = 0
+) -> list[Row]:
+    """Rows whose names say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms;
+    `flops`: of the products, where they may be what counts."""
     times = {}
     for name, one in works.items():
         ms = _graph_ms(one, rounds)
         rate = moved / ms
-        times[f"{name}: {rate / 1e9:.2f} TB/s, {100 * rate / copy:.0f} % of a copy"] = Times(ms)
+        products = f", {flops / ms / 1e9:.0f} TFLOP/s" if flops else ""
+        read = f"{name}: {rate / 1e9:.2f} TB/s, {100 * rate / copy:.0f} % of a copy"
+        times[read + products] = Times(ms)
     return rows_of(work, times)
 
 

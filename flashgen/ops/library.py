@@ -103,7 +103,7 @@ def _attention(
     kernel = choose_kernel(call, choice, asked=known.backend, invariant=invariant)
     with no_autocast(q.device):
         if kernel.decodes:
-            out, lse = decode(call, schedule, invariant)
+            out, lse = decode(call, schedule, invariant, choice)
         else:
             made = engine(choice, call.bound, **arguments_of(call, schedule, known.deterministic))
             out, lse = made.forward(call.q, call.k, call.v, call.sinks, _data(call))

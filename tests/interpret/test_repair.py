@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import flashgen as fg
-from flashgen import launch_hopper_backward, masks
+from flashgen import launch_decode, launch_hopper_backward, masks
+from flashgen.kernel_names import spell
 from flashgen.launch_backward import Saved
 from flashgen.ops.engine import engine
+from flashgen.tiling_decode import LATENT_TILE, Splits
 
 MARK = 7.0
 
@@ -47,3 +50,34 @@ def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_he
         assert mine is not None
         torch.testing.assert_close(mine[flagged], exact[flagged])
         assert (mine[~flagged] == MARK).all()
+
+
+def test_spoilt_latent_rows_alone_are_computed() -> None:
+    """Everything is marked, and said to be spoilt in one split of each of two sequences."""
+    q, kv = torch.randn(2, 5, 2, 48), torch.randn(2, 1, 200, 48)
+    kv[0, 0, 199, 3] = torch.inf
+    attend = fg.Attention(masks.causal, heads=fg.MLA(rank=32, rope=16))
+    call = attend._check_look(q, kv, None, {"scale": 0.3})
+    schedule = attend.schedule(q, kv, block_size=LATENT_TILE)
+    common: dict[str, Any] = {
+        "bound": spell(call.bound), "geometry": call.geometry, "schedule": schedule,
+    }  # fmt: skip
+    blocks = launch_decode.blocks_of(call.q, call.v, call.bound, call.geometry, LATENT_TILE)
+    work = launch_decode.prepare(
+        *(call.q, call.k, call.v), **common, scale=0.3, softcap=None, sinks=None,
+        splits=Splits(3, 0),
+    )  # fmt: skip
+    launch_decode.run(work, blocks, **common)
+    right = work.parts.clone()
+    work.parts.fill_(MARK)
+    spoilt = torch.zeros((*work.lses.shape, 2), dtype=torch.int8)
+    spoilt[0, 1, 0, 2, 0] = spoilt[1, 4, 1, 0, 1] = 1
+    work.values["spoilt_ptr"] = spoilt
+    launch_decode.run(work, blocks, **common, repairs=True)
+    for b, split in itertools.product(range(2), range(3)):
+        mine, exact = work.parts[b, ..., split, :], right[b, ..., split, :]
+        if (b, split) in ((0, 2), (1, 0)):
+            torch.testing.assert_close(mine, exact, equal_nan=True)
+        else:
+            assert (mine == MARK).all()
+    assert right[0, :, 0, 2].isfinite().all()
