@@ -60,8 +60,6 @@ def choose(
             no_hopper = launch_hopper_latent.obstacle(
                 device, dtype, heads, q, kv, geometry, schedule
             )
-            if backend == "auto" and not no_hopper:
-                no_hopper = "Hopper's kernel for latent heads runs where it is asked for"
         else:
             no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:

@@ -145,3 +145,14 @@ def test_bits_do_not_depend_on_the_batch() -> None:
     for b, n in enumerate(lens.tolist()):
         own = CAUSAL(q[b : b + 1], kv[b : b + 1, :, :n], kv_lens=lens[b : b + 1], **options)
         assert torch.equal(own[0], out[b])
+
+
+def test_auto_takes_it() -> None:
+    q, kv = inputs(2, 16, 1, 300)
+    text = CAUSAL.explain(q, kv, scale=SCALE)
+    assert "hopper: generated Gluon kernels for sm_90" in text
+    assert "def attention_latent(" in CAUSAL.source(q, kv, scale=SCALE)
+    pool, table = kv.reshape(-1, 20, 1, 576), torch.arange(30, device="cuda").reshape(2, 15).int()
+    lens = torch.tensor([300, 300], device="cuda")
+    text = CAUSAL.explain(q, pool, scale=SCALE, page_table=table, kv_lens=lens)
+    assert "pages of 20 are no multiple of 64" in text
