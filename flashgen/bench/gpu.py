@@ -119,11 +119,26 @@ def _sides(name: str, tensors: list[torch.Tensor]) -> dict[str, Callable[..., An
 
 
 def summary(rows: list[Row]) -> str:
-    """The geometric mean of flashgen's ratios."""
-    ratios = [row.forward_ratio for row in rows if row.backend == "flashgen"]
-    return (
-        f"forward, geometric mean: {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
-    )
+    """How many times faster than FlexAttention flashgen is, for each head dimension: the geometric
+    mean, and the least."""
+    flex = {row.work: row for row in rows if row.backend == "FlexAttention"}
+    lines = []
+    for head_dim, _ in SHAPES:
+        ours = [r for r in rows if r.backend == "flashgen" and r.work.startswith(f"D={head_dim} ")]
+        forward = [flex[row.work].forward_ms / row.forward_ms for row in ours]
+        backward = [_backward(flex[row.work]) / _backward(row) for row in ours]
+        parts = [
+            f"{name} {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
+            for name, ratios in (("forward", forward), ("backward", backward))
+            if ratios
+        ]
+        lines.append(f"D={head_dim}, geometric means: {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def _backward(row: Row) -> float:
+    assert row.backward_ms is not None
+    return row.backward_ms
 
 
 def _measure(head_dim: int, heads: int, name: str, rounds: int) -> dict[str, Times]:

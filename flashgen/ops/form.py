@@ -15,6 +15,7 @@ import torch
 from ..errors import FlashgenError
 from ..expr import leaves
 from ..geometry import Geometry
+from ..known_calls import KnownCalls
 from ..schedule import Runs, Schedule
 from ..schedule.classify import grid_of
 from ..schedule.make import mask_scalars, sources_of
@@ -55,6 +56,7 @@ class Form:
     lists: int
     # Masks with a check of their own, and the names their parameters have in the call.
     checks: tuple[tuple[Leaf, tuple[tuple[str, str], ...]], ...] = field(compare=False)
+    calls: KnownCalls = field(default_factory=KnownCalls, compare=False, repr=False)
 
     @property
     def heads(self) -> MLA | None:

@@ -15,10 +15,12 @@ from ..check_storage import Storage
 from ..config import config
 from ..decoding import choose_kernel, decode
 from ..geometry import Geometry, refuse_paged
+from ..known_calls import Known, Route, key_of
 from ..launch_backward import Saved
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
+from ..tape import Tapes
 from . import flat
 from .eager import twice
 from .engine import arguments_of, engine, no_autocast
@@ -51,8 +53,9 @@ def _schedule(
     one dimension. Only the shapes of q and k are read."""
     known = form_of(form)
     q, k = (torch.empty((), device=device).expand(tuple(shape)) for shape in (q_shape, k_shape))
-    call, _, _ = _call(known, q, k, k, others, ints)
-    made = make_schedule(call.bound, call.geometry, known.block_size, "auto", call.text)
+    call, alike, _, _ = _call(known, q, k, k, others, ints)
+    tile, tapes = known.block_size, alike.tapes
+    made = make_schedule(call.bound, call.geometry, tile, "auto", call.text, tapes)
     runs = [made.kv_runs, made.q_runs][: known.lists] if device.type != "cpu" else []
     return [flat.flat_states(made.states), *map(flat.flat_runs, runs)]
 
@@ -95,7 +98,8 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     known = form_of(form)
-    call, schedule, choice, invariant = _scheduled(known, q, k, v, others, ints)
+    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints)
+    invariant = _is_invariant(known)
     if config.debug:
         from ..debug import report_clamped
 
@@ -103,9 +107,10 @@ def _attention(
     kernel = choose_kernel(call, choice, asked=known.backend, invariant=invariant)
     with no_autocast(q.device):
         if kernel.decodes:
-            out, lse = decode(call, schedule, invariant, choice)
+            out, lse = decode(call, schedule, invariant, choice, tapes)
         else:
-            made = engine(choice, call.bound, **arguments_of(call, schedule, known.deterministic))
+            arguments = arguments_of(call, schedule, known.deterministic)
+            made = engine(choice, call.bound, tapes=tapes, **arguments)
             out, lse = made.forward(call.q, call.k, call.v, call.sinks, _data(call))
     if call.geometry.packing is None:
         return out, lse
@@ -135,8 +140,9 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `others` that are needed, in this order."""
     known = form_of(form)
-    call, schedule, choice, _ = _scheduled(known, q, k, v, others, ints)
-    made = engine(choice, call.bound, **arguments_of(call, schedule, known.deterministic))
+    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints)
+    arguments = arguments_of(call, schedule, known.deterministic)
+    made = engine(choice, call.bound, tapes=tapes, **arguments)
     places = known.places
     names = ("sinks", *(f"data {tensor.name}" for tensor in known.spec.tensors))
     flags = [name in places and needed[3 + places[name]] for name in names]
@@ -227,30 +233,47 @@ def _no_second(ctx: Any, *_: Any) -> Any:
 
 def _call(
     form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints
-) -> tuple[Call, Tensors, Ints]:
-    """The checked call, and what of the lists is the schedule's. Raises FlashgenError."""
+) -> tuple[Call, Known, Tensors, Ints]:
+    """The checked call, what is known of those alike, and what of the lists is the schedule's.
+    Raises FlashgenError."""
     arguments, data, tensors, rest = form.read(others, ints)
-    text = CallText(form.name, {"q": q, "k": k, "v": v, **arguments, **data})
-    storage = Storage.take(arguments)
     del arguments["batch_invariant"]
-    call = check(form, text, q, k, v, data=data, storage=storage, **arguments)
-    return call, tensors, rest
+    text = CallText(form.name, {"q": q, "k": k, "v": v, **arguments, **data})
+    key = key_of(q, k, v, arguments, data)
+    known = form.calls.find(key)
+    if known is not None:
+        return known.again(text, q, k, v, arguments, data), known, tensors, rest
+    given = dict(arguments)
+    storage = Storage.take(given)
+    call = check(form, text, q, k, v, data=data, storage=storage, **given)
+    return call, form.calls.keep(key, call, arguments, data), tensors, rest
 
 
 def _scheduled(
     form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints
-) -> tuple[Call, Schedule, str, bool]:
-    """The checked call, its schedule, its backend, and whether the batch must not matter."""
+) -> tuple[Call, Schedule, str, Tapes]:
+    """The checked call, its schedule, its backend, and the records of calls like it."""
     from .. import backends
 
-    call, tensors, rest = _call(form, q, k, v, others, ints)
-    if tensors:
-        schedule = form.schedule_of(call.bound, call.geometry, tensors, rest)
-        check_fits(schedule, call.bound, call.geometry, call.text)
+    call, known, tensors, rest = _call(form, q, k, v, others, ints)
+    if not tensors:
+        tile, tapes = form.block_size, known.tapes
+        schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text, tapes)
     else:
-        schedule = make_schedule(call.bound, call.geometry, form.block_size, "auto", call.text)
-    choice = backends.choose_for(form.backend, call, schedule)
-    return call, schedule, choice.name, bool(dict(form.static)["batch_invariant"])
+        schedule = form.schedule_of(call.bound, call.geometry, tensors, rest)
+        # One that the graph made is this call's.
+        if form.made_for is not None:
+            check_fits(schedule, call.bound, call.geometry, call.text)
+
+    def choose() -> Route:
+        return Route(backends.choose_for(form.backend, call, schedule).name, False, (0, 0), None)
+
+    backend = known.route(("operator", schedule.block_size), choose).backend
+    return call, schedule, backend, known.tapes
+
+
+def _is_invariant(form: Form) -> bool:
+    return bool(dict(form.static)["batch_invariant"])
 
 
 def _data(call: Call) -> list[torch.Tensor]:
