@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 from typing import Any
@@ -10,9 +11,10 @@ import dense
 import pytest
 import torch
 from hopper_machine import Machine, Tiles
+from test_emit import AWKWARD, arguments, assigned, functions, read
 
 import flashgen as fg
-from flashgen import hopper, launch, launch_decode, launch_hopper_latent, masks
+from flashgen import emit, hopper, launch, launch_decode, launch_hopper_latent, masks
 from flashgen.kernel_names import spell
 from flashgen.tiling import target_of
 from flashgen.tiling_decode import LATENT_TILE, Splits
@@ -220,3 +222,31 @@ def test_slots_fit_shared_memory():
         used = 2 * 64 * ((1 + stages) * (rank + rope) + 64) + 4 * 64
         assert stages >= 2
         assert used + 1024 <= target_of("cuda", 90).shared
+
+
+NAMES = [
+    *AWKWARD,
+    *"turn slot walk left right rope weights factors first_tile loads hopper".split(),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_the_users_own(name):
+    """And what a function reads is an argument, assigned in it, or the module's."""
+    scope: dict[str, Any] = {"Tensor": fg.Tensor}
+    formula = f"{name}[h, kv_idx // 3] < q_idx + other_"
+    exec(f"def odd(h, q_idx, kv_idx, {name}: Tensor, other_: int): return {formula}", scope)
+    attend = fg.Attention(scope["odd"], heads=MLA)
+    data = {name: torch.arange(9)[None], "other_": 3}
+    spec = spell(attend._program.bind(data, "test")).spec
+    variant = emit.Variant(RANK + ROPE, RANK)
+    own = set(map(emit.bare, emit.data_arguments(spec, variant)))
+    module = ast.parse(launch_hopper_latent.generate(spec, variant).text)
+    top = {f.name for f in functions(module)} | {"gl", "gluon", "hopper", "range", "float"}
+    top |= {"LOG2E", "LN2", "FLOAT", "READ", "FACTORS", "WEIGHTS"}
+    for function in functions(module):
+        taken = arguments(function)
+        assert len(set(taken)) == len(taken)
+        assert not assigned(function) & own
+        known = top | set(taken) | assigned(function)
+        assert read(function) <= known, read(function) - known
