@@ -14,9 +14,11 @@ from .emit import (
     lower_for,
     position_arguments,
     unaligned_pointers,
+    used_in,
 )
 from .emit_backward import derivatives_of
 from .emit_masks import needed
+from .emit_shipped import Read, Shipped, ship
 from .expr import Expr, const, leaves
 from .layout import tidy
 from .lower import Lowered, fewest
@@ -41,7 +43,8 @@ class Math:
     """Mask, score function and its derivative as statements, by where they change.
 
     `key_lines`: with the key block alone; `mask_query_lines`, `score_query_lines`: with a step's
-    queries alone; the others with both, or with the score."""
+    queries alone, but for what is loaded for them (`shipped`); the others with both, or with the
+    score."""
 
     key_lines: tuple[str, ...]
     mask_query_lines: tuple[str, ...]
@@ -53,6 +56,7 @@ class Math:
     score: str
     slope: str
     helpers: frozenset[str]
+    shipped: Shipped
 
 
 def hopper_backward(spec: Spec, variant: Variant) -> Module:
@@ -76,7 +80,9 @@ def hopper_backward(spec: Spec, variant: Variant) -> Module:
             bends=bool(spec.softcap) or math.slope != "1.0",
             softcap=spec.softcap,
             width=width_of(variant.head_dim),
-            by_rows=queries_of(variant.head_dim, variant.v_head_dim) == 128,
+            early=max(variant.head_dim, variant.v_head_dim) <= 64,
+            shipped=math.shipped,
+            load_arguments=_load_arguments(spec, variant, math.shipped),
             v_width=width_of(variant.v_head_dim),
             head_dim=variant.head_dim,
             v_head_dim=variant.v_head_dim,
@@ -98,41 +104,52 @@ def width_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-def queries_of(head_dim: int, v_head_dim: int) -> int:
-    """Queries of a step: as many as the registers hold scores of."""
-    return 128 if max(head_dim, v_head_dim) <= 64 else 64
+def stages_of(head_dim: int, v_head_dim: int) -> int:
+    """Steps whose queries are in shared memory: those of small heads are short."""
+    return 4 if max(head_dim, v_head_dim) <= 64 else 2
 
 
 def _math(spec: Spec, variant: Variant) -> Math:
-    mask = _lower(
-        [] if spec.mask is None else [fewest(spec.mask, "q_idx")], spec, variant, frozenset()
-    )
+    masks = [] if spec.mask is None else [fewest(spec.mask, "q_idx")]
+    mask = _lower(masks, spec, variant, frozenset())
     keep = mask.results[0] if mask.results else ""
     keys, queries, tile = mask.statements
+    of_mask = Read(queries, (keep, *tile))
     if spec.score is None:
-        return Math(keys, queries, (), tile, (), (), keep, "", "1.0", mask.helpers)
+        lines, _, shipped = ship(spec, keys, of_mask, Read((), ()))
+        keys = needed(keys, (keep, *lines, *tile))
+        return Math(keys, lines, (), tile, (), (), keep, "", "1.0", mask.helpers, shipped)
+    score = _lower_score(spec, variant, mask)
+    text, slope = score.results
+    first = needed(score.statements[2], [text])
+    later = tuple(line for line in score.statements[2] if line not in first)
+    keys = (*keys, *score.statements[0])
+    of_score = Read(score.statements[1], (*score.statements[2], text, slope))
+    mask_lines, score_lines, shipped = ship(spec, keys, of_mask, of_score)
+    read = (keep, *mask_lines, *tile, *score_lines, *score.statements[2], text, slope)
+    if not leaves(spec.score, "score"):
+        text = f"gl.zeros_like(s) + ({text})"
+    return Math(
+        needed(keys, read), mask_lines, score_lines, tile, first, later, keep, text, slope,
+        mask.helpers | score.helpers, shipped,
+    )  # fmt: skip
+
+
+def _lower_score(spec: Spec, variant: Variant, mask: Lowered) -> Lowered:
+    """The changed score, and its derivative by the score."""
+    assert spec.score is not None
     found = derivatives_of(spec)
     slope = const(1.0) if found.score == ZERO else found.score
     lines = [line for part in mask.statements for line in part]
     assigned = frozenset(line.partition(" = ")[0] for line in lines)
-    score = _lower([spec.score, slope], spec, variant, assigned)
-    text, slope_text = score.results
-    first = needed(score.statements[2], score.results[:1])
-    later = tuple(line for line in score.statements[2] if line not in first)
-    if not leaves(spec.score, "score"):
-        text = f"gl.zeros_like(s) + ({text})"
-    return Math(
-        (*keys, *score.statements[0]),
-        queries,
-        score.statements[1],
-        tile,
-        first,
-        later,
-        keep,
-        text,
-        slope_text,
-        mask.helpers | score.helpers,
-    )
+    return _lower([spec.score, slope], spec, variant, assigned)
+
+
+def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]:
+    """What the warp that loads reads to load values of queries."""
+    lines = (*shipped.key_lines, *shipped.query_lines)
+    names = ["kv_len", "q_len", *map(bare, data_arguments(spec, variant))]
+    return ["q_offset", *used_in(names, "\n".join(lines))] if lines else []
 
 
 def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
@@ -147,7 +164,7 @@ def _stage(expr: Expr) -> int:
     return int("q_idx" in indices)
 
 
-_DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dq")
+_DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dk", "dv")
 
 
 def _strides(*letters: str) -> list[str]:
@@ -155,9 +172,9 @@ def _strides(*letters: str) -> list[str]:
 
 
 def _arguments(spec: Spec, variant: Variant) -> tuple[list[str], list[str], list[str]]:
-    attention = ["grad_k_ptr", "grad_v_ptr", "spoilt_kv_ptr"]
+    attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr"]
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
-    attention += [*_strides("dk", "dv"), *(f"schedule_stride_{d}: tl.int64" for d in "bh")]
+    attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
     attention += ["group: tl.int32", "capacity: tl.int32", "padded_len: tl.int32"]
     attention += position_arguments(variant)

@@ -31,18 +31,6 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-def _add_tile(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    """TMA's reduction: the operation is in 3.6's builder, its wrapper came with 3.8."""
-    from triton._C.libtriton import ir
-
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
-
-
-add_tile = getattr(tma, "async_atomic_add", None) or builtin(_add_tile)
-
-
 def _wait_stores(pendings: int, _semantic: Any = None) -> None:
     """Until at most `pendings` stores still read shared memory; 3.8 asks what is waited for."""
     tma.store_wait(pendings, _semantic=_semantic)
@@ -66,6 +54,22 @@ def arrive_at(number):  # type: ignore[no-untyped-def]
     """Arrive at a named barrier, and go on."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def add_quads(places, values):  # type: ignore[no-untyped-def]
+    """Add an accumulator's numbers to memory, the four together that a thread has of 8 columns.
+
+    `places`: pointers of its shape, of which the first of each four counts."""
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        "mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,~{memory}",
+        [places.to(gl.int64), values],
+        gl.int32,
+        False,
+        4,
     )
 
 

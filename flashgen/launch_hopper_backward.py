@@ -11,13 +11,13 @@ import torch
 
 from . import cache, emit
 from .emit_backward import Wanted, ignores_score
-from .emit_hopper_backward import Module, hopper_backward, queries_of, width_of
+from .emit_hopper_backward import Module, hopper_backward, stages_of, width_of
 from .geometry import Geometry
 from .launch import key_parts, launch
 from .spec import Bound, Spec
 from .tiling import Tiling
 
-BLOCK_N = 128
+BLOCK_M, BLOCK_N = 64, 128
 # Four warps are one warpgroup; the kernel adds the others itself.
 _ATTENTION = Tiling(0, BLOCK_N, 4, 1)
 _FINISH = Tiling(64, 64, 8, 1)
@@ -45,9 +45,10 @@ def obstacle(
         return f"its products are of 16-bit numbers, not {dtype}"
     if max(head_dims) > 128:
         return f"a head dimension of {max(head_dims)} is more than 128"
-    block_m = queries_of(*head_dims)
-    if block_size[0] % block_m or block_size[1] % BLOCK_N:
-        return f"tiles of {block_size[0]} x {block_size[1]} hold no {block_m} x {BLOCK_N}"
+    if any(dim % 8 for dim in head_dims):
+        return f"rows of {head_dims} numbers aren't multiples of 16 bytes"
+    if block_size[0] % BLOCK_M or block_size[1] % BLOCK_N:
+        return f"tiles of {block_size[0]} x {block_size[1]} hold no {BLOCK_M} x {BLOCK_N}"
     if wanted.data:
         return f"it computes no gradient of data ({', '.join(wanted.data)})"
     if scale == 0:
@@ -93,20 +94,20 @@ def backward(
     module, made = _module(spec, variant, key_parts())
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {
-        "BLOCK_M": queries_of(variant.head_dim, variant.v_head_dim), "BLOCK_N": BLOCK_N,
-        "TILE_M": block_size[0], "TILE_N": block_size[1],
-        "STAGES": 2, "SHARED_HEADS": geometry.group > 1,
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "TILE_M": block_size[0], "TILE_N": block_size[1],
+        "STAGES": stages_of(variant.head_dim, variant.v_head_dim),
+        "SHARED_HEADS": geometry.group > 1,
     }  # fmt: skip
-    values = {**values, **_descriptors(values, variant, sums.q), **sums.kernel_values}
+    values = {**values, **_descriptors(values, variant, grads), **sums.kernel_values}
     programs = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
     values |= sums.finish_values
     programs = values["padded_len"] // 64 * geometry.batch * geometry.heads
-    constants = {"BLOCK_M": 64, "TILE_M": block_size[0]}
+    constants = {"TILE_M": block_size[0]}
     launch(module.finish_queries, made.queries, values, constants, _FINISH, programs)
     if geometry.group > 1:
         programs = math.ceil(geometry.kv_len / 64) * geometry.batch * geometry.kv_heads
-        constants = {"BLOCK_N": 64, "TILE_N": block_size[1]}
+        constants = {"BLOCK_N": BLOCK_N, "TILE_N": block_size[1]}
         launch(module.finish_keys, made.keys, values, constants, _FINISH, programs)
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
 
@@ -139,13 +140,17 @@ class _Sums:
             "spoilt_q_ptr": self.spoilt_q, **strides("dq", dq), **strides("dk", dk),
             **strides("dv", dv),
         }  # fmt: skip
+        self.k = self.v = self.q
         if geometry.group > 1:
-            dk, dv = (torch.zeros(x.shape, device=device) for x in (dk, dv))
-            self.finish_values |= {"dk_sum_ptr": dk, "dv_sum_ptr": dv}
+            # Whole blocks of keys, those beyond the last one too.
+            rows = geometry.batch * geometry.kv_heads * -(-geometry.kv_len // BLOCK_N) * BLOCK_N
+            widths = (width_of(d) for d in (variant.head_dim, variant.v_head_dim))
+            self.k, self.v = (torch.zeros(rows, width, device=device) for width in widths)
         self.kernel_values = {
-            "grad_k_ptr": dk, "grad_v_ptr": dv, "spoilt_kv_ptr": self.spoilt_kv,
-            **strides("dk", dk), **strides("dv", dv),
+            "dq_sum_ptr": self.q, "dk_sum_ptr": self.k, "dv_sum_ptr": self.v,
+            "spoilt_kv_ptr": self.spoilt_kv,
         }  # fmt: skip
+        self.finish_values |= self.kernel_values
 
 
 def strides(letter: str, tensor: torch.Tensor) -> dict[str, int]:
@@ -154,19 +159,21 @@ def strides(letter: str, tensor: torch.Tensor) -> dict[str, int]:
 
 
 def _descriptors(
-    values: Mapping[str, Any], variant: emit.Variant, dq_sum: torch.Tensor
+    values: Mapping[str, Any],
+    variant: emit.Variant,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> dict[str, Any]:
     from . import hopper
 
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
-    block_m = queries_of(variant.head_dim, variant.v_head_dim)
     lse, delta = values["lse_log2_ptr"].reshape(-1), values["delta_ptr"].reshape(-1)
     return {
-        "q_tiles": hopper.descriptor(values["q_ptr"], (block_m, width)),
+        "q_tiles": hopper.descriptor(values["q_ptr"], (BLOCK_M, width)),
         "k_tiles": hopper.descriptor(values["k_ptr"], (BLOCK_N, width)),
         "v_tiles": hopper.descriptor(values["v_ptr"], (BLOCK_N, v_width)),
-        "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (block_m, v_width)),
-        "lse_tiles": hopper.descriptor(lse, (block_m,)),
-        "delta_tiles": hopper.descriptor(delta, (block_m,)),
-        "dq_tiles": hopper.descriptor(dq_sum, (64, 64 if block_m == 128 else width // 2)),
+        "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (BLOCK_M, v_width)),
+        "lse_tiles": hopper.descriptor(lse, (BLOCK_M,)),
+        "delta_tiles": hopper.descriptor(delta, (BLOCK_M,)),
+        "dk_tiles": hopper.descriptor(grads[1], (BLOCK_N // 2, width)),
+        "dv_tiles": hopper.descriptor(grads[2], (BLOCK_N // 2, v_width)),
     }

@@ -178,10 +178,16 @@ def _load_tile(tiles: Tiles, place: list[Any], barrier: Barrier, into: Shared) -
     barrier.change(0, -tiles.block_type.nbytes)
 
 
-def _add_tile(tiles: Tiles, place: list[Any], source: Shared) -> None:
+def _store_tile(tiles: Tiles, place: list[Any], source: Shared) -> None:
     here, there = tiles.inside(place)
-    with _LOCK:
-        tiles.tensor[here] += source.data[there]
+    tiles.tensor[here] = source.data[there]
+
+
+def _add_quads(places: Pointer, values: torch.Tensor) -> None:
+    """Rows 8 apart and columns in pairs: what a thread holds of 8 columns, side by side."""
+    rows, columns = (torch.arange(n) for n in values.shape)
+    inner = rows[:, None] // 8 % 2 * 2 + columns % 2
+    _store(places + inner, values, add=True)
 
 
 def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -194,7 +200,8 @@ def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool =
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if layout == "barriers":
         return Barrier() if shape == [1] else Shared([Barrier() for _ in range(shape[0])])
-    return Shared(torch.full(shape, math.nan, dtype=dtype))
+    poison = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    return Shared(torch.full(shape, poison, dtype=dtype))
 
 
 def _specialize(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
@@ -259,6 +266,7 @@ class Machine:
             program_id=lambda axis: torch.tensor(self.program), cdiv=lambda a, b: -(-a // b),
             arange=lambda first, end, layout=None: torch.arange(first, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
+            reshape=torch.reshape, permute=torch.permute,
             zeros_like=torch.zeros_like, where=_where, load=_load, store=_store, abs=torch.abs,
             atomic_add=lambda *a, mask, sem: _store(*a, mask=mask, add=True),
             exp=torch.exp, exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
@@ -276,6 +284,7 @@ class Machine:
             MBarrierLayout=lambda: "barriers",
             init=lambda barrier, count: barrier.init(count),
             expect=lambda barrier, size: barrier.change(1, size),
+            arrive=lambda barrier, count: barrier.change(count, 0),
             wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
         )
         async_copy = SimpleNamespace(
@@ -283,8 +292,9 @@ class Machine:
         )
         hopper = SimpleNamespace(
             accumulator=lambda n: None, operand=lambda n: None, load_tile=_load_tile,
-            add_tile=_add_tile, wait_stores=lambda n: None, barrier=lambda: None,
-            mbarrier=mbarrier, fence_async_shared=lambda: None, warpgroup_mma=_product,
+            store_tile=_store_tile, add_quads=_add_quads, wait_stores=lambda n: None,
+            barrier=lambda: None, mbarrier=mbarrier, fence_async_shared=lambda: None,
+            warpgroup_mma=_product,
             warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
             async_copy=async_copy, sync_at=lambda n: self.named[int(n)].sync(),
             arrive_at=lambda n: self.named[int(n)].arrive(),

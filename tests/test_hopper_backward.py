@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from flashgen import emit, look, masks
 from flashgen.backends import Choice
 from flashgen.decoding import Kernel
 from flashgen.emit_backward import Wanted
-from flashgen.emit_hopper_backward import hopper_backward, queries_of, width_of
+from flashgen.emit_hopper_backward import hopper_backward, stages_of, width_of
+from flashgen.kernel_names import spell
 from flashgen.launch_hopper_backward import obstacle
 
 HALF = torch.bfloat16
@@ -58,7 +61,8 @@ def test_nothing_is_in_the_way_of_plain_calls() -> None:
         ({"dtype": torch.float32}, "16-bit"),
         ({"dims": (192, 128)}, "192"),
         ({"block_size": (128, 64)}, "128 x 64"),
-        ({"block_size": (64, 128), "dims": (64, 64)}, "64 x 128"),
+        ({"block_size": (96, 128)}, "96 x 128"),
+        ({"dims": (64, 60)}, "16 bytes"),
         ({"wanted": Wanted(data=("slope",))}, "slope"),
         ({"scale": 0.0}, "scale"),
         ({"attend": constant, "data": {"bias": torch.zeros(40)}}, "ignores the score"),
@@ -76,9 +80,9 @@ def test_packed_sequences_are_in_the_way() -> None:
     assert "packed" in reason(bound=packed.bound, geometry=packed.geometry)
 
 
-def test_small_head_dimensions_take_more_queries_at_once() -> None:
+def test_steps_of_small_head_dimensions_are_loaded_further_ahead() -> None:
     assert [width_of(d) for d in (1, 64, 65, 128)] == [64, 64, 128, 128]
-    assert [queries_of(*d) for d in ((64, 64), (64, 65), (128, 40))] == [128, 64, 64]
+    assert [stages_of(*d) for d in ((64, 64), (64, 65), (128, 40))] == [4, 2, 2]
 
 
 def test_source_shows_the_kernels_that_run() -> None:
@@ -96,10 +100,67 @@ def test_masks_alone_are_looked_at_in_masked_steps_only() -> None:
     call = call_of(alibi, slope=torch.ones(2))
     variant = emit.Variant(64, 64)
     text = hopper_backward(call.bound.spec, variant).text
-    assert "slope_tile" not in text, "the slope of an added bias is 1"
+    assert "slopes" not in text, "the slope of an added bias is 1"
     capped = fg.Attention(masks.causal, softcap=5.0)
-    assert "slope_tile" in hopper_backward(call_of(capped).bound.spec, variant).text
+    assert "slopes" in hopper_backward(call_of(capped).bound.spec, variant).text
     loop = text[text.index("for turn in range(steps):") :]
     before, _, after = loop.partition("if turn + 1 < masked_steps:")
     assert "kv_idx <= q_idx" not in before
     assert "kv_idx <= q_idx" in after
+
+
+@fg.mask
+def visible(b, q_idx, kv_idx, doc: fg.Tensor, doc_row: fg.Tensor, lit: fg.Tensor):
+    return (doc[b, q_idx] == doc_row[kv_idx]) & lit[doc_row[q_idx]] & (kv_idx <= q_idx)
+
+
+@fg.attention(mask=visible)
+def gated(score, q_idx, gate: fg.Tensor):
+    return score * gate[q_idx]
+
+
+def test_what_is_read_of_queries_comes_through_shared_memory() -> None:
+    data = {
+        "doc": torch.zeros(2, 40, dtype=torch.int64),
+        "doc_row": torch.zeros(40, dtype=torch.int32),
+        "lit": torch.ones(40, dtype=torch.bool),
+        "gate": torch.ones(40, dtype=HALF),
+    }
+    text = hopper_backward(spell(call_of(gated, **data).bound).spec, emit.Variant(64, 64)).text
+    loading, computing = text.split("def attend(")
+    stored = re.findall(r"(\w+)_tiles\.index\(stage\)\.store\((\w+)\)", loading)
+    assert [name for name, _ in stored] == ["gate_q", "doc_q", "lit_q"]
+    for name, loaded in stored:
+        assert re.search(rf"{loaded} = gl.load\({name.removesuffix('_q')}_(ptr|row)", loading)
+        dtype = f"{name.removesuffix('_q')}_ptr.dtype.element_ty"
+        assert re.search(rf"{name}_tiles = gl.allocate_shared_memory\(\s*{dtype}", computing)
+    # What it makes of them is made where it is read, and nothing of a query is loaded there.
+    assert "lit_q = lit_q_tiles.index(coming).load(QUERIES)[None, :] != 0" in computing
+    loop = computing[computing.index("for turn in range(steps):") :]
+    assert "gl.load(" not in loop[: loop.index("def attention_backward(")]
+
+
+def copies(node: ast.AST) -> set[tuple[str, str]]:
+    """(name, name it is set to) of plain assignments below a node."""
+    return {
+        (found.targets[0].id, found.value.id)
+        for found in ast.walk(node)
+        if isinstance(found, ast.Assign)
+        and isinstance(found.targets[0], ast.Name)
+        and isinstance(found.value, ast.Name)
+    }
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_loops_carry_has_values_of_its_own_before_them(head_dim: int) -> None:
+    """Triton takes a name for constant that a loop sets to another, if it was that before: dQ went
+    to the rows of the first step, in what a GPU ran and not in what a CPU walked."""
+    spec = call_of(fg.Attention(masks.causal), head_dim).bound.spec
+    module = ast.parse(hopper_backward(spec, emit.Variant(head_dim, head_dim)).text)
+    attend = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == "attend")
+    loops = [node for node in ast.walk(attend) if isinstance(node, ast.For)]
+    carried = set().union(*(copies(loop) for loop in loops))
+    assert ("last_row", "row") in carried
+    for loop in loops:
+        loop.body = [ast.Pass()]
+    assert not carried & copies(attend)

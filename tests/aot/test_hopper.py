@@ -12,8 +12,8 @@ from flashgen.tiling import Tiling
 
 
 @gluon.jit
-def product(a_desc, b_desc, out_desc, num_warps: gl.constexpr):
-    """out += a @ b of one tile: each name that drifts, once."""
+def product(a_desc, b_desc, out_desc, sum_ptr, num_warps: gl.constexpr):
+    """out = a @ b of one tile, and added to a sum: each name that drifts, once."""
     tile = gl.allocate_shared_memory(a_desc.dtype, [2, 1, 1, 64, 64], a_desc.layout)
     sums = gl.allocate_shared_memory(gl.float32, [1, 1, 64, 64], out_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], hopper.mbarrier.MBarrierLayout())
@@ -30,21 +30,23 @@ def product(a_desc, b_desc, out_desc, num_warps: gl.constexpr):
     sums.reshape([64, 64]).store(acc)
     hopper.fence_async_shared()
     hopper.barrier()
-    hopper.add_tile(out_desc, [0, 0, 0, 0], sums)
     hopper.store_tile(out_desc, [0, 0, 0, 0], sums)
     hopper.wait_stores(0)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    hopper.add_quads(sum_ptr + rows * 64 + columns, acc)
 
 
 def test_every_name_compiles():
     x = torch.empty(2, 3, 100, 64, dtype=torch.bfloat16)
     tile = (64, 64)
-    values = [hopper.descriptor(t, tile) for t in (x, x, x.float())]
+    values = [*(hopper.descriptor(t, tile) for t in (x, x, x.float())), torch.empty(4096)]
     found = aot.compile_kernel("sm_90", product, values, {}, Tiling(64, 64, 4, 1))
     assert found.spills == 0
     count = found.instructions()
     assert count["HGMMA"] == 4
     assert count["UTMALDG"] == 2
-    assert count["UTMAREDG"] == 1
+    assert count["REDG"] == 8, "four numbers each"
     assert count["UTMASTG"] == 1
 
 

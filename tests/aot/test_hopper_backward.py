@@ -9,8 +9,8 @@ import torch
 from golden_kernels import GOLDEN
 
 from flashgen import aot, cache, emit, hopper, launch
-from flashgen.emit_hopper_backward import queries_of, width_of
-from flashgen.launch_hopper_backward import BLOCK_N, generate
+from flashgen.emit_hopper_backward import stages_of, width_of
+from flashgen.launch_hopper_backward import BLOCK_M, BLOCK_N, generate
 from flashgen.spec import Spec
 from flashgen.tiling import Tiling
 
@@ -21,8 +21,8 @@ def compile_backward(spec: Spec, variant: emit.Variant, *, shared_heads: bool = 
     made = generate(spec, variant)
     module = cache.module(made.name, made.text, launch.key_parts())
     constants = {
-        "BLOCK_M": queries_of(variant.head_dim, variant.v_head_dim), "BLOCK_N": BLOCK_N,
-        "TILE_M": 128, "TILE_N": 128, "STAGES": 2, "SHARED_HEADS": shared_heads,
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "TILE_M": 128, "TILE_N": 128,
+        "STAGES": stages_of(variant.head_dim, variant.v_head_dim), "SHARED_HEADS": shared_heads,
     }  # fmt: skip
     values = _placeholders(made.attention, spec, variant, shared_heads)
     tiling = Tiling(0, BLOCK_N, 4, 1)
@@ -33,50 +33,65 @@ def _placeholders(
     names: tuple[str, ...], spec: Spec, variant: emit.Variant, shared_heads: bool
 ) -> list[Any]:
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
-    block_m = queries_of(variant.head_dim, variant.v_head_dim)
-    rows, sums = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16), torch.empty(512, width)
+    rows = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16)
     given = {
-        "q_tiles": hopper.descriptor(rows, (block_m, width)),
+        "q_tiles": hopper.descriptor(rows, (BLOCK_M, width)),
         "k_tiles": hopper.descriptor(rows, (BLOCK_N, width)),
         "v_tiles": hopper.descriptor(rows, (BLOCK_N, v_width)),
-        "grad_out_tiles": hopper.descriptor(rows, (block_m, v_width)),
-        "lse_tiles": hopper.descriptor(torch.empty(512), (block_m,)),
-        "delta_tiles": hopper.descriptor(torch.empty(512), (block_m,)),
-        "dq_tiles": hopper.descriptor(sums, (64, 64 if block_m == 128 else width // 2)),
+        "grad_out_tiles": hopper.descriptor(rows, (BLOCK_M, v_width)),
+        "lse_tiles": hopper.descriptor(torch.empty(512), (BLOCK_M,)),
+        "delta_tiles": hopper.descriptor(torch.empty(512), (BLOCK_M,)),
+        "dk_tiles": hopper.descriptor(rows, (BLOCK_N // 2, width)),
+        "dv_tiles": hopper.descriptor(rows, (BLOCK_N // 2, v_width)),
     }
     kinds = {"spoilt_kv_ptr": torch.int32}
-    if shared_heads:
-        kinds |= {"grad_k_ptr": torch.float32, "grad_v_ptr": torch.float32}
+    kinds |= dict.fromkeys(("dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr"), torch.float32)
     others = aot._placeholders(names, spec, torch.bfloat16, kinds)
     return [given.get(name, other) for name, other in zip(names, others, strict=True)]
 
 
-# Spilled bytes: three products' sums fill the registers, and what is left belongs to addresses.
-@pytest.mark.parametrize(("name", "spills"), [("causal", 200), ("sliding_window", 450)])
-def test_instructions(name: str, spills: int) -> None:
+# Bytes: three products' sums fill the registers, and what is spilled belongs to addresses; in
+# instructions of the loop.
+@pytest.mark.parametrize(
+    ("name", "spills", "in_loop"), [("causal", 300, 40), ("sliding_window", 300, 20)]
+)
+def test_instructions(name: str, spills: int, in_loop: int) -> None:
     golden = GOLDEN[name]
     variant = golden.variant()
-    block_m = queries_of(golden.head_dim, golden.head_dim)
     found = compile_backward(golden.spec(), variant)
     print(found)
     assert found.warnings == (), "wgmma must stay asynchronous"
     assert found.spills <= spills
+    assert found.spills_in_loops() <= in_loop
     assert found.shared <= LIMIT
     count = found.instructions()
     # Of five products the loop has all; two stand before it and one after it. Each of the two
     # warpgroups sums over dimensions, over a step's queries and over the block's keys.
-    over_dims, over_queries, over_keys = golden.head_dim // 16, block_m // 16, BLOCK_N // 16
+    over_dims, over_queries, over_keys = golden.head_dim // 16, BLOCK_M // 16, BLOCK_N // 16
     assert count["HGMMA"] == 2 * (4 * over_dims + 2 * over_queries + 2 * over_keys)
     assert count["UTMALDG"] > 0
-    assert count["UTMAREDG"] > 0
+    # dQ in fours: half of the head dimension, before the loop's end and after it.
+    assert count["REDG"] == 2 * 2 * golden.head_dim // 16
+    # dK and dV.
+    assert count["UTMASTG"] > 0
 
 
 @pytest.mark.parametrize(
-    "name", ["causal_document", "alibi", "softcap_sinks", "lengths_and_offsets", "head_dim_96"]
+    "name",
+    [
+        "causal_document",
+        "flashmask",
+        "alibi",
+        "softcap_sinks",
+        "lengths_and_offsets",
+        "head_dim_96",
+    ],
 )
 def test_masks_and_scores(name: str) -> None:
+    """Data of queries comes through shared memory, and takes no registers for addresses."""
     golden = GOLDEN[name]
     found = compile_backward(golden.spec(), golden.variant(), shared_heads=name == "alibi")
     print(found)
     assert found.warnings == ()
     assert found.shared <= LIMIT
+    assert found.spills_in_loops() <= 60

@@ -123,7 +123,8 @@ def test_slots_beyond_the_valid_keys_may_hold_anything() -> None:
 
 
 def test_hidden_numbers_reach_no_gradient() -> None:
-    """What a pair's mask hides may be NaN or inf: every other gradient stays what it was."""
+    """What a pair's mask hides may be NaN or inf: every other gradient stays what it was, but for
+    rounding, as another kernel computes these tiles again."""
     S = 300
     doc = (torch.arange(S, device="cuda") // 100)[None]
     attend = hopper(fg.Attention(mask=masks.causal_document))
@@ -138,10 +139,9 @@ def test_hidden_numbers_reach_no_gradient() -> None:
                 given[place][:, :, 130] = poison
             spoilt = grads_of(attend, given[:3], given[3], doc=doc)
             for before, after in zip(clean, spoilt, strict=True):
-                assert after[:, :, others].isfinite().all(), (place, poison)
-                torch.testing.assert_close(
-                    after[:, :, others].float(), before[:, :, others].float(), rtol=0.03, atol=0.01
-                )
+                mine, right = after[:, :, others].float(), before[:, :, others].float()
+                assert mine.isfinite().all(), (place, poison)
+                assert (mine - right).norm() <= 5e-3 * right.norm(), (place, poison)
 
 
 def test_score_functions() -> None:

@@ -25,7 +25,7 @@ FLOAT = gl.constexpr(gl.float32)
 @gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-    q, k, v, grad_out, lse, delta, q_here, grads_here, is_free, keys_here,
+    q, k, v, grad_out, lse, delta, first_rows, q_here, grads_here, is_free, keys_here,
     masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):
@@ -34,6 +34,7 @@ def load(
         mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
         hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k)
         hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     runs = gl.where(masked_steps > 0, masked_runs, full_runs)
     step = gl.load(runs) * STEPS
     end = gl.load(runs + 1) * STEPS
@@ -51,6 +52,8 @@ def load(
             grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
         )
         hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
+        first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
+        mbarrier.arrive(q_here.index(stage), count=1)
         step += 1
         is_last = step == end
         step = gl.where(is_last, next_step, step)
@@ -73,31 +76,39 @@ def hide_rows(tile, last, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_keys(
-    sums, pointer, stride, last, spoilt_ptr,
-    HEAD_DIM: gl.constexpr, LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
+    sums, tile, source, tiles, place, sum_ptr, spoilt_ptr, last,
+    LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
     """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
-    rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
-    dims = gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
-    place = pointer + rows * stride + dims
-    inside = (rows < last) & (dims < HEAD_DIM)
     if SHARED_HEADS:
-        gl.atomic_add(place, sums, mask=inside, sem="relaxed")
+        hopper.add_quads(sum_ptr + quad_offsets(sums.shape[1]), sums)
     else:
-        gl.store(place, sums.to(pointer.dtype.element_ty), mask=inside)
-        # Not x - x != 0: fused with the product above it, that is a rounding error.
-        is_spoilt = gl.sum((~(gl.abs(sums) < float("inf"))).to(gl.int32), 1)[:, None] > 0
+        rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+        # 0, or NaN; one operation for each number.
+        is_spoilt = gl.sum(sums * 0.0, 1)[:, None] != 0.0
         gl.store(spoilt_ptr + rows * 0, 1, mask=is_spoilt & (rows < last))
+        tile.store(sums.to(tile.dtype))
+        fence_async_shared()
+        hopper.barrier()
+        hopper.store_tile(tiles, place, source)
+
+
+@gluon.jit
+def quad_offsets(COLUMNS: gl.constexpr):
+    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
+    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
 
 
 @gluon.jit
 def attend(
-    q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
-    q_here, grads_here, is_free, keys_here,
-    masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
-    grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+    q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
+    q_here, grads_here, is_free, keys_here, masked_steps, full_steps, b, h, h_kv, block,
+    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
     capacity, q_len, kv_len, q_offset, scale, scale_log2,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SHARED_HEADS: gl.constexpr, HALF: gl.constexpr,
 ):
     """A warpgroup: half of the keys, all steps."""
@@ -105,22 +116,24 @@ def attend(
     V_WIDTH: gl.constexpr = 128
     OTHER: gl.constexpr = 1 - HALF
     HALF_N: gl.constexpr = BLOCK_N // 2
-    DQ_WIDTH: gl.constexpr = 64
+    DQ_WIDTH: gl.constexpr = WIDTH // 2
     SCORES: gl.constexpr = hopper.accumulator(BLOCK_M)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     OPERAND: gl.constexpr = hopper.operand(WIDTH)
     V_OPERAND: gl.constexpr = hopper.operand(V_WIDTH)
     KEYS: gl.constexpr = hopper.accumulator(WIDTH)
     VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
+    DQ: gl.constexpr = hopper.accumulator(DQ_WIDTH)
     k_half = k.reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
     v_half = v.reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
     # dQ of half of the dimensions is this warpgroup's, from all keys.
     dq_keys = k.reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
-    dq_tile = dq_stages.index(HALF)
+    dq_places = dq_sum_ptr + HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
-    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, hopper.accumulator(DQ_WIDTH))
+    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
     dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
     dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
-    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
+    rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
     first_key = block * BLOCK_N + HALF * HALF_N
     kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
     is_key = kv_idx < kv_len
@@ -130,12 +143,6 @@ def attend(
         # Of a step before the first: nothing is read, and its dQ isn't added.
         hopper.arrive_at(FREE + 2 * OTHER)
         hopper.arrive_at(FULL + 2 * HALF + 1)
-        last_row = 0
-        runs = gl.where(masked_steps > 0, masked_runs, full_runs)
-        step = gl.load(runs) * STEPS
-        end = gl.load(runs + 1) * STEPS
-        next_step = gl.load(runs + 2) * STEPS
-        next_end = gl.load(runs + 3) * STEPS
         mbarrier.wait(keys_here, 0)
         # Slots beyond the valid keys may hold anything, and 0 x inf is NaN.
         if (block + 1) * BLOCK_N > kv_len:
@@ -144,31 +151,36 @@ def attend(
             fence_async_shared()
             hopper.sync_at(FULL)
         mbarrier.wait(q_here.index(0), 0)
-        q_tile = q.index(0).reshape([BLOCK_M, WIDTH])
-        row_lse = lse.index(0).load(gl.SliceLayout(0, SCORES)) * by_scale
-        s = warpgroup_mma(k_half, q_tile.permute((1, 0)), zeros - row_lse[None, :], is_async=True)
+        queries = q.index(0).reshape([BLOCK_M, WIDTH])
+        row_lse = lse.index(0).load(QUERIES) * by_scale
+        s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros - row_lse[None, :], is_async=True)
 
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.wait(grads_here.index(0), 0)
-        grad_out_tile = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
-        row_delta = delta.index(0).load(gl.SliceLayout(0, SCORES))
+        their_grads = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
+        row_delta = delta.index(0).load(QUERIES)
         dp = warpgroup_mma(
-            v_half, grad_out_tile.permute((1, 0)), zeros - row_delta[None, :], is_async=True
+            v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
         )
         dp = warpgroup_mma_wait(0, deps=(dp,))
+        first_row = first_rows.index(0).load(QUERIES)[None, :]
         p = gl.exp2(s * scale_log2)
         if masked_steps > 0:
-            q_idx = step * BLOCK_M + q_offset + rows
+            q_idx = first_row + q_offset + rows
             p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
-        p_tile = p.to(k.dtype)
 
+        row = first_rows.index(0).load(gl.SliceLayout(0, DQ))[None, :]
+        # Not `row`: Triton takes for constant what a turn sets to the value that it has before the
+        #     loop.
+        last_row = gl.zeros_like(row)
         for turn in range(steps):
             stage, coming = turn % STAGES, (turn + 1) % STAGES
             phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < steps
             parity = turn & 1
             q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
             grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
-            ds_tile = (p_tile.to(gl.float32) * dp).to(k.dtype)
+            ds_tile = (p * dp).to(k.dtype)
+            p_tile = p.to(k.dtype)
             hopper.sync_at(FREE + 2 * HALF + parity)
             ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
             fence_async_shared()
@@ -182,49 +194,34 @@ def attend(
             dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq,))
             hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-            hopper.wait_stores(0)
-            dq_tile.store(dq)
-            fence_async_shared()
-            hopper.barrier()
             if turn > 0:
-                hopper.add_tile(dq_tiles, [last_row, HALF * DQ_WIDTH], dq_tile)
-
-            last_row = line + step * BLOCK_M
-            step += 1
-            is_last = step == end
-            step = gl.where(is_last, next_step, step)
-            end = gl.where(is_last, next_end, end)
-            runs += gl.where(is_last, 2, 0)
-            if turn + 1 == masked_steps:
-                runs = full_runs
-                step = gl.load(runs) * STEPS
-                end = gl.load(runs + 1) * STEPS
-            next_step = gl.load(runs + 2) * STEPS
-            next_end = gl.load(runs + 3) * STEPS
+                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+            last_row = row
 
             # Scores of the next step; after the last one old tiles are read, and nobody looks.
             mbarrier.wait(q_here.index(coming), phase, pred=is_more)
-            q_tile = q.index(coming).reshape([BLOCK_M, WIDTH])
-            row_lse = lse.index(coming).load(gl.SliceLayout(0, SCORES)) * by_scale
+            queries = q.index(coming).reshape([BLOCK_M, WIDTH])
+            row_lse = lse.index(coming).load(QUERIES) * by_scale
             s = warpgroup_mma(
-                k_half, q_tile.permute((1, 0)), zeros - row_lse[None, :], is_async=True
+                k_half, queries.permute((1, 0)), zeros - row_lse[None, :], is_async=True
             )
 
             dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
             # Thread by thread; mbarrier.arrive would first wait for all of them.
             hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
             mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
-            grad_out_tile = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
-            row_delta = delta.index(coming).load(gl.SliceLayout(0, SCORES))
+            their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
+            row_delta = delta.index(coming).load(QUERIES)
             dp = warpgroup_mma(
-                v_half, grad_out_tile.permute((1, 0)), zeros - row_delta[None, :], is_async=True
+                v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
             )
             s = warpgroup_mma_wait(1, deps=(s,))
+            first_row = first_rows.index(coming).load(QUERIES)[None, :]
+            row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
             p = gl.exp2(s * scale_log2)
             if turn + 1 < masked_steps:
-                q_idx = step * BLOCK_M + q_offset + rows
+                q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
-            p_tile = p.to(k.dtype)
 
             # The branch above keeps this wait from moving above the exponentials.
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -232,36 +229,41 @@ def attend(
         both_ds = ds_tiles.index(steps & 1 ^ 1).permute((1, 0))
         dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        hopper.wait_stores(0)
-        dq_tile.store(dq)
-        fence_async_shared()
-        hopper.barrier()
-        hopper.add_tile(dq_tiles, [last_row, HALF * DQ_WIDTH], dq_tile)
-
+        hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
         # The other warpgroup's last arrival, so that every barrier ends where it began.
         hopper.sync_at(FREE + 2 * HALF + (steps & 1))
+        # Neither reads the keys any more, whose place dK takes. Both have passed this one.
+        hopper.sync_at(FREE + (steps & 1 ^ 1))
 
     # Keys that no query sees get 0, those beyond the valid ones too.
     last = capacity - first_key
-    grad_k_ptr += first_key * stride_dks
-    grad_v_ptr += first_key * stride_dvs
-    store_keys(dk * scale, grad_k_ptr, stride_dks, last, spoilt_kv_ptr, 128, KEYS, SHARED_HEADS)
-    store_keys(dv, grad_v_ptr, stride_dvs, last, spoilt_kv_ptr, 128, VALUES, SHARED_HEADS)
+    place = [b, h_kv, first_key, 0]
+    k_tile = k.slice(HALF * HALF_N, HALF_N, dim=2)
+    v_tile = v.slice(HALF * HALF_N, HALF_N, dim=2)
+    store_keys(
+        dv, v_half, v_tile, dv_tiles, place, dv_sum_ptr + HALF * HALF_N * V_WIDTH, spoilt_kv_ptr,
+        last, VALUES, SHARED_HEADS,
+    )
+    store_keys(
+        dk * scale, k_half, k_tile, dk_tiles, place, dk_sum_ptr
+        + HALF * HALF_N * WIDTH, spoilt_kv_ptr,
+        last, KEYS, SHARED_HEADS,
+    )
     hopper.wait_stores(0)
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
-        "stride_dkb", "stride_dkh", "stride_dks", "stride_dvb", "stride_dvh", "stride_dvs",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
         "group", "capacity", "padded_len", "q_len", "q_offset_stride", "scale", "scale_log2"
     ],
     do_not_specialize_on_alignment=["kv_lens_ptr", "q_offset_ptr"],
 )
 def attention_backward(
-    grad_k_ptr,
-    grad_v_ptr,
+    dq_sum_ptr,
+    dk_sum_ptr,
+    dv_sum_ptr,
     spoilt_kv_ptr,
     counts,
     masked_runs,
@@ -272,13 +274,8 @@ def attention_backward(
     grad_out_tiles,
     lse_tiles,
     delta_tiles,
-    dq_tiles,
-    stride_dkb: gl.int64,
-    stride_dkh: gl.int64,
-    stride_dks: gl.int64,
-    stride_dvb: gl.int64,
-    stride_dvh: gl.int64,
-    stride_dvs: gl.int64,
+    dk_tiles,
+    dv_tiles,
     schedule_stride_b: gl.int64,
     schedule_stride_h: gl.int64,
     masked_width: gl.int32,
@@ -316,12 +313,13 @@ def attention_backward(
     full_runs += schedule_row * (2 * full_width)
     masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
     full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
-    grad_k_ptr += b * stride_dkb + h_kv * stride_dkh
-    grad_v_ptr += b * stride_dvb + h_kv * stride_dvh
-    spoilt_kv_ptr += (
-        (b * (heads // group) + h_kv) * gl.cdiv(capacity, TILE_N)
-        + block * BLOCK_N // TILE_N
-    )
+    # Sums of heads that share keys are of whole blocks.
+    key_line = ((b * (heads // group) + h_kv).to(gl.int64) * blocks + block) * BLOCK_N
+    dq_sum_ptr += line.to(gl.int64) * 128
+    dk_sum_ptr += key_line * 128
+    dv_sum_ptr += key_line * 128
+    spoilt_kv_ptr += (b * (heads // group) + h_kv) * gl.cdiv(capacity, TILE_N)
+    spoilt_kv_ptr += block * BLOCK_N // TILE_N
 
     k = gl.allocate_shared_memory(k_tiles.dtype, k_tiles.block_type.shape, k_tiles.layout)
     v = gl.allocate_shared_memory(v_tiles.dtype, v_tiles.block_type.shape, v_tiles.layout)
@@ -333,38 +331,40 @@ def attention_backward(
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_tiles.layout)
     DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_tiles.dtype)
     ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
-    dq_stages = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_tiles.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grads_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_here, count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(q_here.index(stage), count=1)
+        # The copies, and what else is read of the queries.
+        mbarrier.init(q_here.index(stage), count=2)
         mbarrier.init(grads_here.index(stage), count=1)
         # Every thread of both warpgroups.
         mbarrier.init(is_free.index(stage), count=256)
     gl.warp_specialize(
         [
             (attend, (
-                q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
+                q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
                 q_here, grads_here, is_free, keys_here,
-                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
-                grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+                masked_steps, full_steps, b, h, h_kv, block,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 capacity, q_len, kv_len, q_offset, scale, scale_log2,
-                BLOCK_M, BLOCK_N, STAGES, STEPS, SHARED_HEADS, 0,
+                BLOCK_M, BLOCK_N, STAGES, SHARED_HEADS, 0,
             )),
             (attend, (
-                q, k, v, grad_out, lse, delta, ds_tiles, dq_stages, dq_tiles,
+                q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
                 q_here, grads_here, is_free, keys_here,
-                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
-                grad_k_ptr, grad_v_ptr, spoilt_kv_ptr, stride_dks, stride_dvs,
+                masked_steps, full_steps, b, h, h_kv, block,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 capacity, q_len, kv_len, q_offset, scale, scale_log2,
-                BLOCK_M, BLOCK_N, STAGES, STEPS, SHARED_HEADS, 1,
+                BLOCK_M, BLOCK_N, STAGES, SHARED_HEADS, 1,
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-                q, k, v, grad_out, lse, delta, q_here, grads_here, is_free, keys_here,
+                q, k, v, grad_out, lse, delta, first_rows, q_here, grads_here, is_free, keys_here,
                 masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
                 BLOCK_M, BLOCK_N, STAGES, STEPS,
             )),
@@ -393,24 +393,26 @@ def finish_queries(
     q_len: tl.int32,
     padded_len: tl.int64,
     scale: tl.float32,
-    BLOCK_M: tl.constexpr,
     TILE_M: tl.constexpr,
 ):
-    """dQ of a row block, from its sum."""
-    blocks = tl.cdiv(padded_len, BLOCK_M)
+    """dQ of 64 rows, from its sum."""
+    blocks = padded_len // 64
     block = tl.program_id(0) % blocks
     h = (tl.program_id(0) // blocks) % heads
     b = tl.program_id(0) // blocks // heads
     line = (b * heads + h).to(tl.int64)
-    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rows = block * 64 + tl.arange(0, 64)[:, None]
     dims = tl.arange(0, 128)[None, :]
-    dq = tl.load(dq_sum_ptr + (line * padded_len + rows) * 128 + dims) * scale
+    dq_sum_ptr += (line * padded_len + block * 64) * 128
+    dq = tl.load(dq_sum_ptr + tl.arange(0, 8192)) * scale
+    dq = tl.reshape(dq, [16, 4, 8, 4, 2, 2])
+    dq = tl.reshape(tl.permute(dq, [1, 4, 2, 0, 3, 5]), [64, 128])
     inside = (rows < q_len) & (dims < 128)
     place = grad_q_ptr + b * stride_dqb + h * stride_dqh + rows * stride_dqs + dims
     tl.store(place, dq.to(grad_q_ptr.dtype.element_ty), mask=inside)
     # Not x - x != 0: fused with the product above it, that is a rounding error.
     spoilt = tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
-    tile = line * tl.cdiv(padded_len, TILE_M) + block * BLOCK_M // TILE_M
+    tile = line * tl.cdiv(padded_len, TILE_M) + block * 64 // TILE_M
     tl.store(spoilt_q_ptr + tile, 1, mask=spoilt > 0)
 
 
@@ -441,27 +443,34 @@ def finish_keys(
     BLOCK_N: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """dK and dV of a key block, from the sums of the heads that share it."""
-    blocks = tl.cdiv(capacity, BLOCK_N)
+    """dK and dV of 64 keys, from the sums of the heads that share them."""
+    blocks = tl.cdiv(capacity, 64)
     block = tl.program_id(0) % blocks
     h = (tl.program_id(0) // blocks) % kv_heads
     b = tl.program_id(0) // blocks // kv_heads
     line = (b * kv_heads + h).to(tl.int64)
-    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    rows = block * 64 + tl.arange(0, 64)[:, None]
+    sum_row = line * (tl.cdiv(capacity, BLOCK_N) * BLOCK_N) + block * 64
     spoilt = 0
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    sums = tl.load(dk_sum_ptr + (line * capacity + rows) * 128 + dims, mask=inside, other=0.0)
+    dk_sum_ptr += sum_row * 128
+    dk = tl.load(dk_sum_ptr + tl.arange(0, 8192))
+    dk = tl.reshape(dk, [16, 4, 8, 4, 2, 2])
+    dk = tl.reshape(tl.permute(dk, [1, 4, 2, 0, 3, 5]), [64, 128])
     place = grad_k_ptr + b * stride_dkb + h * stride_dkh
     place += rows * stride_dks + dims
-    tl.store(place, sums.to(grad_k_ptr.dtype.element_ty), mask=inside)
-    spoilt += tl.sum((~(tl.abs(sums) < float("inf"))).to(tl.int32))
+    tl.store(place, dk.to(grad_k_ptr.dtype.element_ty), mask=inside)
+    spoilt += tl.sum((~(tl.abs(dk) < float("inf"))).to(tl.int32))
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    sums = tl.load(dv_sum_ptr + (line * capacity + rows) * 128 + dims, mask=inside, other=0.0)
+    dv_sum_ptr += sum_row * 128
+    dv = tl.load(dv_sum_ptr + tl.arange(0, 8192))
+    dv = tl.reshape(dv, [16, 4, 8, 4, 2, 2])
+    dv = tl.reshape(tl.permute(dv, [1, 4, 2, 0, 3, 5]), [64, 128])
     place = grad_v_ptr + b * stride_dvb + h * stride_dvh
     place += rows * stride_dvs + dims
-    tl.store(place, sums.to(grad_v_ptr.dtype.element_ty), mask=inside)
-    spoilt += tl.sum((~(tl.abs(sums) < float("inf"))).to(tl.int32))
-    tile = line * tl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
+    tl.store(place, dv.to(grad_v_ptr.dtype.element_ty), mask=inside)
+    spoilt += tl.sum((~(tl.abs(dv) < float("inf"))).to(tl.int32))
+    tile = line * tl.cdiv(capacity, TILE_N) + block * 64 // TILE_N
     tl.store(spoilt_kv_ptr + tile, 1, mask=spoilt > 0)
