@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashgen import bench
-from flashgen.bench import cpu, table
+from flashgen import api, bench, masks
+from flashgen.bench import cpu, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
+from flashgen.call import CallText
+from flashgen.expr import walk
+from flashgen.spec import Mask
+
+MASKS = [name for name in masks.EXAMPLES if isinstance(getattr(masks, name), Mask)]
 
 
 @pytest.fixture
@@ -51,3 +56,50 @@ def test_nothing_is_timed_that_differs() -> None:
 def test_a_wrong_number_of_rounds() -> None:
     with pytest.raises(SystemExit):
         bench.main(["cpu", "--rounds", "0"])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_as_functions(name: str) -> None:
+    data = masks.EXAMPLES[name](60, torch.Generator().manual_seed(0))
+    bound = api.Attention(getattr(masks, name)(**data))._program.bind({}, CallText(name, {}))
+    mask_mod = mask_functions.mask_function(bound, 60, 60)
+    zero, positions = torch.tensor(0), torch.arange(60)
+    got = mask_mod(zero, zero, positions[:, None], positions[None, :])
+    assert torch.equal(
+        got.expand(60, 60), getattr(masks, name).dense(60, 60, q_offset=0, **data)[0, 0]
+    )
+
+
+def test_functions_compare_no_truth_values() -> None:
+    """Inductor fails on `==` and `!=` between them."""
+    seen = []
+    for name in MASKS:
+        data = masks.EXAMPLES[name](60, torch.Generator().manual_seed(0))
+        mask = (
+            api.Attention(getattr(masks, name)(**data))
+            ._program.bind({}, CallText(name, {}))
+            .spec.mask
+        )
+        compared = [n for n in walk(mask_functions.spelled_out(mask)) if n.op in ("eq", "ne")]
+        assert all(arg.kind != "bool" for node in compared for arg in node.args)
+        seen += [n for n in walk(mask) if n.op in ("eq", "ne") and n.args[0].kind == "bool"]
+    assert seen
+
+
+def test_plans_are_shown_as_markdown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "title", lambda: "where")
+    found = ("causal", 64, 0.5, 2**20, "the same")
+    rows = [
+        planning.PlanRow("causal, S=64", planning.PEER, 4.0, None, 1.0, 1.0, *found),
+        planning.PlanRow("causal, S=64", planning.OURS, 1.0, None, 4.0, 4.0, *found),
+        planning.PlanRow("odd, S=64", planning.OURS, 2.0, None, 1.0, 1.0, "odd", *found[1:]),
+    ]
+    planning.show(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "| `causal` | 64 | 0.5000 | 1.000, 1.00 | 4.000, 1.00 | 4.00 | the same |"
+    assert lines[-1].startswith("| `odd` | 64 | 0.5000 | 2.000, 1.00 | fails |  |")
+    assert planning.summary(rows).startswith(
+        "S = 64: 4.00 times as fast (geometric mean of 1 masks)"
+    )

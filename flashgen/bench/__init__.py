@@ -12,7 +12,8 @@ from .table import Row, print_table, write_json
 
 __all__ = ["Row", "main", "print_table", "write_json"]
 
-# A benchmark is a module here with `run(rounds) -> list[Row]` and `title() -> str`.
+# A benchmark is a module here with `run(rounds) -> list[Row]` and `title() -> str`; it may have a
+# `show(rows)` of its own, and a `summary(rows) -> str`.
 BENCHMARKS = ("cpu", "decode", "gpu", "order", "overhead", "planning")
 
 
@@ -27,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--rounds must be at least 1")
     bench = importlib.import_module(f".{given.name}", __name__)
     rows: list[Row] = bench.run(given.rounds)
-    print_table(rows, bench.title())
+    if hasattr(bench, "show"):
+        bench.show(rows)
+    else:
+        print_table(rows, bench.title())
+    if hasattr(bench, "summary"):
+        print(bench.summary(rows))
     if given.json is not None:
         machine = {"benchmark": given.name, "title": bench.title(), "cpu": platform.processor()}
         write_json(rows, given.json, machine)

@@ -18,13 +18,27 @@ def mask_function(bound: Bound, q_len: int, kv_len: int) -> Function:
 
     Indices of data are kept inside it, as flashgen keeps them; of heads there is one."""
     assert bound.spec.mask is not None
-    text = str(substitute(bound.spec.mask, _inside))
+    text = str(spelled_out(bound.spec.mask))
     names: dict[str, Any] = {**bound.scalars, **bound.tensors, **_WORDS}
     names |= {"q_len": q_len, "kv_len": kv_len}
     source = f"def mask_mod(b, h, q_idx, kv_idx):\n    h_kv = h\n    return {text}\n"
     exec(compile(source, f"<{bound.spec.name}>", "exec"), names)
     function: Function = names["mask_mod"]
     return function
+
+
+def spelled_out(mask: Expr) -> Expr:
+    """A mask with indices of data clamped, and without `==` and `!=` between truth values, on which
+    Inductor fails."""
+    return substitute(substitute(mask, _inside), _equal)
+
+
+def _equal(node: Expr) -> Expr | None:
+    if node.op not in ("eq", "ne") or node.args[0].kind != "bool":
+        return None
+    both, neither = make("and", *node.args), make("not", make("or", *node.args))
+    same = make("or", both, neither)
+    return same if node.op == "eq" else make("not", same)
 
 
 def _inside(node: Expr) -> Expr | None:

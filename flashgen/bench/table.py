@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,6 +59,13 @@ def print_table(rows: Iterable[Row], title: str | None = None) -> None:
         table.add_row(row.work if row.work != last else "", *_cells(row))
         last = row.work
     Console().print(table)
+
+
+def print_markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows as a table of Markdown, as BENCHMARKS.md has them."""
+    lines = [header, ["---"] * len(header), *rows]
+    for line in lines:
+        print(f"| {' | '.join(map(str, line))} |")
 
 
 def _cells(row: Row) -> list[str]:
