@@ -9,9 +9,9 @@ from .aot import TARGETS, Compiled, _placeholders, compile_kernel
 from .launch import key_parts
 from .spec import Spec
 from .tiling import target_of
-from .tiling_decode import LATENT_TILE, Blocks, choose_blocks
+from .tiling_decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
 
-_TILE = (64, 64)
+_TILE, _PAGE_SIZE = (64, 64), 16
 
 
 def blocks_for(
@@ -20,7 +20,16 @@ def blocks_for(
     """The blocks that a call on a target takes; `rows`: queries, and heads that share keys."""
     latent = spec.heads is not None
     dims, tile = (variant.head_dim, variant.v_head_dim), LATENT_TILE if latent else _TILE
-    return choose_blocks(target_of(*TARGETS[target]), dtype, dims, rows, tile, latent=latent)
+    return choose_blocks(
+        target_of(*TARGETS[target]),
+        dtype,
+        dims,
+        rows,
+        WHOLE_ROWS if spec.mask is None and not latent else tile,
+        latent=latent,
+        page_size=_PAGE_SIZE if variant.keys == "paged" else None,
+        plain=spec.score is None and not spec.softcap,
+    )
 
 
 def compile_decode(
@@ -42,7 +51,7 @@ def compile_decode(
     if spec.mask is not None:
         constants |= dict(zip(("TILE_M", "TILE_N"), _TILE, strict=True))
     if variant.keys == "paged":
-        constants["PAGE_SIZE"] = 16
+        constants["PAGE_SIZE"] = _PAGE_SIZE
     values = _placeholders(generated.arguments, spec, dtype, {"out_ptr": torch.float32})
     return compile_kernel(target, kernel, values, constants, blocks.tiling)
 
@@ -80,8 +89,6 @@ def compile_hopper_latent(
 
 def compile_merge(target: str, v_head_dim: int = 128) -> Compiled:
     """Compile the kernel that merges the splits of bf16 results."""
-    import triton.language as tl
-
     generated = emit_decode.merging()
     module = cache.module(generated.name, generated.text, key_parts())
     dtypes = {"out_ptr": torch.bfloat16, "lse_ptr": torch.float32}
@@ -89,6 +96,5 @@ def compile_merge(target: str, v_head_dim: int = 128) -> Compiled:
         torch.empty(0, dtype=dtypes.get(name, torch.float32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
-    width = 1 << (v_head_dim - 1).bit_length()
-    constants = {"BLOCK_D": width, "CHUNK": launch_decode.CHUNK, "FLOAT": tl.float32}
+    constants = launch_decode.merging_constants(v_head_dim, torch.float32)
     return compile_kernel(target, module.merge, values, constants, launch_decode.MERGING)

@@ -277,6 +277,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
     arguments = [*(["spoilt_ptr"] if repairs else []), *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
+    helpers |= {"pages"} if variant.keys == "paged" else set()
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     text = (
         environment()

@@ -78,9 +78,11 @@ def _loop(spec: Spec, variant: Variant) -> dict[str, Any]:
     if spec.heads is not None:
         v_parts = latent_parts(0, spec.heads.rank)
         q_parts = (*v_parts, *latent_parts(spec.heads.rank, spec.heads.rope, len(v_parts)))
+    helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
+    helpers |= {"pages"} if variant.keys == "paged" else set()
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     return {
-        "helpers": sorted(mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())),
+        "helpers": sorted(helpers),
         "head_dim": variant.head_dim,
         "v_head_dim": variant.v_head_dim,
         "q_parts": q_parts,
@@ -104,7 +106,7 @@ def merging() -> Generated:
     """The kernel that merges the splits' results; the same for every spec."""
     template = environment().get_template("merge.py.j2")
     text = template.render(header="# flashgen: merging of partial results")
-    arguments = ("parts_ptr", "lses_ptr", "out_ptr", "lse_ptr", "splits", "v_head_dim")
+    arguments = ("parts_ptr", "lses_ptr", "out_ptr", "lse_ptr", "splits")
     return Generated("merge", tidy(text), arguments)
 
 
@@ -147,6 +149,7 @@ def _arguments(spec: Spec, variant: Variant, repairs: bool) -> list[str]:
     arguments += ["heads: tl.int32", "group: tl.int32"]
     arguments += ["splits: tl.int32", "split_tiles: tl.int32"]
     arguments += [*position_arguments(variant), *key_arguments(variant)]
+    arguments += ["table_width: tl.int32"] if variant.keys == "paged" else []
     return arguments + score_arguments(spec, variant)
 
 
@@ -154,7 +157,7 @@ def _arguments(spec: Spec, variant: Variant, repairs: bool) -> list[str]:
 _DERIVED = ("b", "h_kv", "chunk", "q_block", "split", "share_from", "share_to")
 _UNUSED = (
     r"counts|sinks_ptr|spoilt_ptr|kv_lens_ptr|kv_len|split_tiles|schedule_\w+|q_offset\w*|stride_.b|"
-    r"stride_kh|stride_vh|page_table_stride"
+    r"stride_kh|stride_vh|page_table_stride|table_width"
 )
 
 

@@ -176,6 +176,7 @@ def storage_values(geometry: Geometry) -> dict[str, Any]:
         values |= {
             "page_table_ptr": pages.table,
             "page_table_stride": pages.table.stride(0),
+            "table_width": pages.table.shape[1],
             "num_pages": pages.count,
         }
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ from .tiling import Tiling
 from .tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
 
 MERGING = Tiling(0, 0, 4, 1)
-CHUNK = 16
+# Of the merging: splits that are read at once, and columns of a program.
+CHUNK, COLUMNS = 32, 128
 # What stands for a GPU's multiprocessors where kernels are interpreted.
 _INTERPRETED = 4
 
@@ -67,18 +69,32 @@ def processors(device: torch.device) -> int:
     return _INTERPRETED if device.type == "cpu" else multiprocessors(device)
 
 
-def blocks_of(q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry, tile: Any) -> Any:
+def blocks_of(
+    q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry, tile: tuple[int, int]
+) -> Blocks:
     """The blocks that a call's kernel works on, along tiles of this size."""
-    dims = (q.shape[-1], v.shape[-1])
-    rows = (geometry.q_len, geometry.group)
-    latent = bound.spec.heads is not None
-    return choose_blocks(current_target(q.device), q.dtype, dims, rows, tile, latent=latent)
+    return choose_blocks(
+        current_target(q.device),
+        q.dtype,
+        (q.shape[-1], v.shape[-1]),
+        (geometry.q_len, geometry.group),
+        tile,
+        latent=bound.spec.heads is not None,
+        page_size=geometry.pages.size if geometry.pages else None,
+        plain=bound.spec.score is None and not bound.spec.softcap,
+    )
 
 
 def splits_of(blocks: Blocks, geometry: Geometry, *, batch_invariant: bool) -> Splits:
     """Into how many splits the keys are cut, from what the host knows."""
-    programs, count = max(1, programs_of(blocks, geometry)), processors(geometry.device)
-    return choose_splits(blocks, programs, geometry.kv_len, count, invariant=batch_invariant)
+    return choose_splits(
+        blocks,
+        max(1, programs_of(blocks, geometry)),
+        geometry.kv_len,
+        processors(geometry.device),
+        invariant=batch_invariant,
+        even=geometry.kv_lens is None,
+    )
 
 
 @dataclass(frozen=True)
@@ -212,20 +228,26 @@ def programs_of(blocks: Blocks, geometry: Geometry) -> int:
 
 def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge parts [B, Hq, Sq, splits, Dv], whose LSE is in base 2, into out and the natural LSE."""
+    values = {
+        "parts_ptr": parts, "lses_ptr": lses, "out_ptr": out, "lse_ptr": lse,
+        "splits": parts.shape[-2],
+    }  # fmt: skip
+    constants = merging_constants(out.shape[-1], parts.dtype)
+    arguments = emit_decode.merging().arguments
+    programs = lse.numel() * math.ceil(out.shape[-1] / constants["BLOCK_D"])
+    launch(_merging(key_parts()), arguments, values, constants, MERGING, programs)
+
+
+def merging_constants(v_head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time values of the merging of parts of this dtype."""
     import triton.language as tl
 
-    width = out.shape[-1]
-    values = {
-        "q_ptr": out, "parts_ptr": parts, "lses_ptr": lses, "out_ptr": out, "lse_ptr": lse,
-        "splits": parts.shape[-2], "v_head_dim": width,
-    }  # fmt: skip
-    constants = {
-        "BLOCK_D": max(16, 1 << (width - 1).bit_length()),
+    return {
+        "V_HEAD_DIM": v_head_dim,
+        "BLOCK_D": min(COLUMNS, max(16, 1 << (v_head_dim - 1).bit_length())),
         "CHUNK": CHUNK,
-        "FLOAT": tl.float64 if parts.dtype == torch.float64 else tl.float32,
+        "FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
     }
-    arguments = emit_decode.merging().arguments
-    launch(_merging(key_parts()), arguments, values, constants, MERGING, lse.numel())
 
 
 def constants_of(

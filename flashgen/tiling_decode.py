@@ -19,9 +19,9 @@ LATENT_TILE = (16, 64)
 WHOLE_ROWS = (1 << 30, 1 << 30)
 # Keys of a split where results must not depend on the batch.
 INVARIANT_KEYS = 2048
-# A split of fewer keys isn't worth its start and its part of the merging; one of more makes the
-# last programs of a launch run alone for too long.
-_FEWEST_KEYS, _MOST_KEYS = 512, 4096
+# A split of fewer keys isn't worth its start and its part of the merging; of sequences that may
+# differ in length, one of more leaves the longest's programs running alone for too long.
+_FEWEST_KEYS, _MOST_KEYS = 256, 8192
 # How full a GPU's slots should be, all rounds of programs together.
 _GOOD = 0.9
 
@@ -55,14 +55,23 @@ def choose_blocks(
     tile: tuple[int, int],
     *,
     latent: bool = False,
+    page_size: int | None = None,
+    plain: bool = True,
 ) -> Blocks:
     """The blocks of a call. `dims`: of keys and values; `rows`: queries, and heads that share keys;
-    `tile`: queries and keys of a schedule's tile. `latent`: values are part of the keys."""
+    `tile`: queries and keys of a schedule's tile. `latent`: values are part of the keys.
+    `page_size`: keys of a page, if they are in pages. `plain`: no function changes a score."""
     block_m, packed = _rows(_most_rows(dtype, latent), *rows, tile[0])
-    block_n = min(_keys(target, dtype, dims, latent), tile[1] & -tile[1])
+    largest = tile[1] & -tile[1]
+    block_n = min(_keys(target, dtype, dims, latent), largest)
     warps = 8 if latent and block_m > 32 else 4
     # Threads have up to 255 registers, so this is also how many programs have room.
     most = 8 // warps
+    if not latent and block_m == 16 and largest >= 128 and _is_roomy(target, dtype, dims):
+        # One program on a multiprocessor: fewer splits fill a GPU, and fewer are merged. Four warps
+        # have no registers for a page of each key, nor for much else.
+        is_lean = plain and (page_size or 128) % 128 == 0
+        block_n, warps, most = 128, 4 if is_lean else 8, 1
     keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
     fixed = block_m * keys * dtype.itemsize
     stage = block_n * (keys if latent else keys + values) * dtype.itemsize
@@ -71,6 +80,11 @@ def choose_blocks(
     return Blocks(
         Tiling(block_m, block_n, warps, stages), packed, max(1, min(most, target.shared // used))
     )
+
+
+def _is_roomy(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> bool:
+    """Whether wgmma takes keys of 128 rows, three stages of which fill a multiprocessor."""
+    return target.arch == "90" and dtype.itemsize == 2 and 64 < max(dims) <= 128
 
 
 def _most_rows(dtype: torch.dtype, latent: bool) -> int:
@@ -132,18 +146,25 @@ class Splits:
 
 @functools.lru_cache(maxsize=1024)
 def choose_splits(
-    blocks: Blocks, programs: int, capacity: int, processors: int, *, invariant: bool = False
+    blocks: Blocks,
+    programs: int,
+    capacity: int,
+    processors: int,
+    *,
+    invariant: bool = False,
+    even: bool = False,
 ) -> Splits:
     """`programs`: of one split; `capacity`: keys that a row may have; `processors`: of the device.
 
     `invariant`: splits of a fixed size, which the batch doesn't change; two at least, so that
-    results are always merged."""
+    results are always merged. `even`: sequences are equally long."""
     if invariant:
         size = max(1, INVARIANT_KEYS // blocks.tiling.block_n)
         return Splits(max(2, math.ceil(capacity / (size * blocks.tiling.block_n))), size)
     slots = processors * blocks.resident
     most = max(1, capacity // _FEWEST_KEYS)
-    least = min(most, max(1, math.ceil(capacity / _MOST_KEYS), slots // max(1, programs)))
+    long = 1 if even else math.ceil(capacity / _MOST_KEYS)
+    least = min(most, max(1, long, slots // max(1, programs)))
     good = (n for n in range(least, most + 1) if _efficiency(n * programs, slots) >= _GOOD)
     return Splits(next(good, least), 0)
 

@@ -11,8 +11,8 @@ import flashgen as fg
 from flashgen import masks
 from flashgen.decoding import choose_kernel
 from flashgen.schedule import visits
-from flashgen.tiling import target_of
-from flashgen.tiling_decode import Blocks, choose_blocks, choose_splits
+from flashgen.tiling import Tiling, target_of
+from flashgen.tiling_decode import WHOLE_ROWS, Blocks, choose_blocks, choose_splits
 
 H200 = target_of("cuda", 90)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -83,15 +83,40 @@ def test_stages_fit_into_shared_memory(arch, dims):
 
 
 def blocks() -> Blocks:
-    return choose_blocks(H200, BF16, (128, 128), (1, 4), (64, 64))
+    return choose_blocks(H200, BF16, (128, 128), (1, 4), WHOLE_ROWS)
 
 
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize(("programs", "capacity"), [(8, 131072), (128, 8192), (512, 8192)])
-def test_splits_fill_a_gpu(programs, capacity):
-    found = choose_splits(blocks(), programs, capacity, 132)
+def test_splits_fill_a_gpu(programs, capacity, even):
+    found = choose_splits(blocks(), programs, capacity, 132, even=even)
     rounds = found.count * programs / (132 * blocks().resident)
     assert rounds / -(-rounds // 1) > 0.9
-    assert capacity / found.count >= 512
+    assert capacity / found.count >= 256
+
+
+def test_sequences_of_different_lengths_have_more_splits():
+    assert choose_splits(blocks(), 512, 32768, 132, even=True).count == 1
+    assert choose_splits(blocks(), 512, 32768, 132).count == 4
+
+
+def test_a_multiprocessor_has_one_large_block_where_it_has_room():
+    assert blocks().tiling == Tiling(16, 128, 4, 3)
+    assert blocks().resident == 1
+    usual = {"target": H200, "dtype": BF16, "dims": (128, 128), "rows": (1, 4), "tile": WHOLE_ROWS}
+    assert choose_blocks(**usual, page_size=256) == blocks()
+    eight_warps = Tiling(16, 128, 8, 3)
+    assert choose_blocks(**usual, page_size=16).tiling == eight_warps
+    assert choose_blocks(**usual, plain=False).tiling == eight_warps
+    others = {
+        "dtype": FP32,
+        "tile": (64, 64),
+        "target": target_of("cuda", 80),
+        "dims": (256, 128),
+        "rows": (2, 16),
+    }
+    for name, value in others.items():
+        assert choose_blocks(**{**usual, name: value}).tiling.block_n < 128
 
 
 def test_short_rows_are_not_split():
@@ -105,7 +130,7 @@ def test_invariant_splits_depend_on_the_capacity_alone(capacity):
     (splits,) = found
     assert splits.count >= 2
     assert splits.count * splits.tiles * blocks().tiling.block_n >= capacity
-    assert "32 tiles each" in str(splits)
+    assert "16 tiles each" in str(splits)
 
 
 def test_visits_of_groups():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -17,19 +18,34 @@ import flashgen as fg
 from ..errors import FlashgenError
 from .gpu import milliseconds
 from .measure import Times
-from .table import Row, rows_of
+from .table import Row, print_markdown, rows_of
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHAPES = ((1, 131072), (16, 8192), (64, 8192))
 # FlexAttention compiles anew for each shape.
 WITH_FLEX = (16, 8192)
-PAGES = (16, 64)
+PAGES = (1, 16, 64)
 WINDOW = 4096
 LATENT_BATCH, LATENT_LENGTH, LATENT_HEADS = 128, 4096, (16, 32, 64, 128)
 SCALE = 192**-0.5
 Work = Callable[[], Any]
 # A folder beside the package, which a type checker doesn't find.
 masks: Any = importlib.import_module("flashgen.masks")
+
+
+@dataclass(frozen=True)
+class ReadRow(Row):
+    """A row that says how fast keys and values were read: TB/s, and beside a copy.
+
+    `tflops`: of the products, where they may be what counts, else 0."""
+
+    rate: float
+    of_copy: float
+    tflops: float
+
+    def cells(self) -> tuple[str, ...]:
+        tflops = f"{self.tflops:.0f}" if self.tflops else ""
+        return (f"{self.rate:.2f}", f"{self.of_copy:.2f}", tflops)
 
 
 def title() -> str:
@@ -46,13 +62,29 @@ def run(rounds: int) -> list[Row]:
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench decode", write="bench cpu")
     torch.manual_seed(0)
-    source, target = torch.empty(2, 1 << 29, dtype=torch.uint8, device="cuda")
-    copy = 2 * source.nbytes / _graph_ms(partial(target.copy_, source), rounds)
-    del source, target
-    rows = [row for shape in SHAPES for row in _dense(*shape, copy, rounds)]
+    copy = _copy_rate(rounds)
+    rows: list[Row] = [row for shape in SHAPES for row in _dense(*shape, copy, rounds)]
     rows += _window(copy, rounds)
     rows += [row for heads in LATENT_HEADS for row in _latent(heads, copy, rounds)]
     return rows + _host()
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows as Markdown."""
+    lines = []
+    for row in rows:
+        rates = row.cells() if isinstance(row, ReadRow) else ("", "", "")
+        us, ratio = f"{1e3 * row.forward_ms:.1f}", f"{row.forward_ratio:.2f}"
+        lines.append((row.work, row.backend, us, *rates, ratio))
+    print(f"{title()}\n")
+    print_markdown(("work", "", "us", "TB/s", "of a copy", "TFLOP/s", "x the first"), lines)
+
+
+def _copy_rate(rounds: int) -> float:
+    """Bytes that a kernel reads and writes in a millisecond; a graph's own copies are slower."""
+    source, target = torch.zeros(2, 1 << 29, dtype=torch.bfloat16, device="cuda")
+    ms = _graph_ms(partial(torch.add, source, 1, out=target), rounds)
+    return float(2 * source.nbytes / ms)
 
 
 def _dense(batch: int, length: int, copy: float, rounds: int) -> list[Row]:
@@ -150,16 +182,16 @@ def _check(works: Mapping[str, Work]) -> None:
 def _rows(
     work: str, works: Mapping[str, Work], moved: int, copy: float, rounds: int, flops: int = 0
 ) -> list[Row]:
-    """Rows whose names say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms;
-    `flops`: of the products, where they may be what counts."""
-    times = {}
-    for name, one in works.items():
-        ms = _graph_ms(one, rounds)
-        rate = moved / ms
-        products = f", {flops / ms / 1e9:.0f} TFLOP/s" if flops else ""
-        read = f"{name}: {rate / 1e9:.2f} TB/s, {100 * rate / copy:.0f} % of a copy"
-        times[read + products] = Times(ms)
-    return rows_of(work, times)
+    """Rows that say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms; `flops`: of
+    the products, where they may be what counts."""
+    rows = rows_of(work, {name: Times(_graph_ms(one, rounds)) for name, one in works.items()})
+    found = []
+    for row in rows:
+        rate, products = moved / row.forward_ms, flops / row.forward_ms
+        found.append(
+            ReadRow(**asdict(row), rate=rate / 1e9, of_copy=rate / copy, tflops=products / 1e9)
+        )
+    return found
 
 
 def _graph_ms(work: Work, rounds: int) -> float:

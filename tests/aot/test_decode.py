@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from triton import knobs
 import flashgen as fg
 from flashgen import emit, emit_decode, launch, launch_decode, masks, tiling
 from flashgen.aot import TARGETS, compiling_for
-from flashgen.aot_decode import compile_decode, compile_merge
+from flashgen.aot_decode import blocks_for, compile_decode, compile_merge
 from flashgen.kernel_names import spell
 from flashgen.spec import Spec
 from flashgen.tiling_decode import Splits
@@ -98,10 +99,22 @@ def check(name: str, target: str, rows: tuple[int, int] = (1, 4)) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("sliding_window", "sm_90"), ("full", "sm_80"), ("alibi", "gfx942")]
+    ("name", "target"),
+    [("sliding_window", "sm_90"), ("full", "sm_90"), ("full", "sm_80"), ("alibi", "gfx942")],
 )
 def test_a_few_kernels(name, target):
     check(name, target)
+
+
+def test_pages_are_copied_as_far_ahead_as_other_keys():
+    """All stages are there: a load of the table that the loop waits for would take one away."""
+    masked, variant = DECODING["paged"].parts()
+    for spec in (masked, replace(masked, mask=None)):
+        tiling = blocks_for(spec, variant, "sm_90", torch.bfloat16, (1, 4)).tiling
+        stage = tiling.block_n * 2 * (variant.head_dim + variant.v_head_dim)
+        found = compile_decode(spec, variant, "sm_90")
+        assert found.shared >= tiling.stages * stage
+        assert not found.spills
 
 
 def test_latent_values_are_loaded_once():

@@ -78,6 +78,24 @@ def test_lengths_heads_and_dims(
     torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("splits", [None, 5])
+@pytest.mark.parametrize("with_lens", [False, True])
+def test_without_a_mask(monkeypatch, nan_filled_empty, with_lens, splits) -> None:
+    """Blocks of 128 keys; NaN beyond the lengths."""
+    if splits is not None:
+        monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: Splits(splits, 0))
+    T = 3000
+    lens = torch.tensor([0, 1, 130, 3000] if with_lens else [T] * 4, device="cuda")
+    keep = torch.arange(T, device="cuda") < lens[:, None]
+    q, k, v = inputs(4, 32, 8, 1, T, 128, 128, torch.bfloat16)
+    right, right_lse = oracle(q, k, v, keep[:, None, None], 128**-0.5)
+    k, v = (x.masked_fill(~keep[:, None, :, None], torch.nan) for x in (k, v))
+    given = {"kv_lens": lens.int()} if with_lens else {}
+    out, lse = fg.Attention()(q, k, v, **given, return_lse=True)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=TOLERANCE[torch.bfloat16])
+    torch.testing.assert_close(lse.double(), right_lse, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(("heads", "queries"), [(16, 1), (128, 2)])
 def test_latent_heads(nan_filled_empty, heads, queries) -> None:
     lens = torch.tensor([0, 5, 700, 1000], device="cuda", dtype=torch.int32)
@@ -185,4 +203,5 @@ def test_offsets_of_a_cache_beyond_32_bits() -> None:
     buffers = [torch.empty(T, 1 << 20, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     k, v = (x[:, -D:].normal_()[None, None] for x in buffers)
     q = torch.randn(1, 4, 1, D, device="cuda", dtype=torch.bfloat16)
-    agree(fg.Attention(masks.causal), [q, k, v], True)
+    allowed = torch.ones(1, T, dtype=torch.bool, device="cuda")
+    agree(fg.Attention(masks.causal), [q, k, v], allowed)

@@ -146,7 +146,8 @@ def _dense_grads(
 )
 def test_paged(size: int, layout: str, dtype: torch.dtype) -> None:
     """Whatever isn't used is NaN, or no page: queries in a batch, and packed."""
-    for name, q_lens in (("causal", Q_LENS), ("window", [16] * len(KV_LENS))):
+    batch = len(KV_LENS)
+    for name, q_lens in (("causal", Q_LENS), ("window", [16] * batch), ("full", [1] * batch)):
         mask, allowed = MASKS[name]
         sequences = Sequences.random(q_lens, KV_LENS, 4, 2, 128, 128, dtype, "cuda")
         keys, arguments = sequences.paged(size, layout)

@@ -14,9 +14,10 @@ from test_packed import check as check_packed
 from test_paged import check as check_paged
 
 import flashgen as fg
-from flashgen import masks
+from flashgen import launch_decode, masks
 from flashgen.plan import plan
 from flashgen.schedule import classify
+from flashgen.tiling_decode import Splits
 
 POSITIONAL = stored.by_position(CASES)
 KV_LENS = [0, 1, 5, 127, 129]
@@ -71,10 +72,11 @@ def test_every_mask(case: Any) -> None:
     test_masks(case)
 
 
-@pytest.mark.parametrize("size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize(("size", "splits"), [(1, 3), (3, 1), (16, 3), (64, 3), (256, 1)])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_pages(size: int, layout: str) -> None:
+def test_pages(monkeypatch: Any, size: int, splits: int, layout: str) -> None:
     """Unused slots and pages are NaN, unused entries of the table are no pages."""
+    monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: Splits(splits, 0))
     decode = Sequences.random([3] * 5, KV_LENS, 4, 2, 16, 24)
     window = fg.Attention(masks.sliding_window(window=40))
     check_paged(window, decode, stored.within(40), size, layout, "interpret")
@@ -82,6 +84,20 @@ def test_pages(size: int, layout: str) -> None:
     check_paged(
         fg.Attention(masks.causal), mixed, stored.causal, size, layout, "interpret", packed=True
     )
+
+
+@pytest.mark.parametrize("size", [3, 64])
+def test_pages_of_every_other_tile(monkeypatch: Any, size: int) -> None:
+    """What the table says of a tile is read while another one is computed, of another run."""
+    monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: Splits(3, 0))
+
+    @fg.mask
+    def every_other(kv_idx):
+        return kv_idx // 64 % 2 == 1
+
+    sequences = Sequences.random([2] * 3, [650, 400, 30], 4, 2, 16, 24)
+    keep = lambda b, i, j: (j // 64 % 2 == 1).expand(len(i), -1)  # noqa: E731
+    check_paged(fg.Attention(every_other), sequences, keep, size, "NHD", "interpret")
 
 
 def test_hidden_pages_that_are_not_finite() -> None:

@@ -182,6 +182,8 @@ def attention_decode(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
+        tile += 1
+
         k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[:, None]
@@ -199,7 +201,6 @@ def attention_decode(
         acc0 = tl.dot(
             tl.trans(v0), p.to(v0.dtype), acc0, input_precision=PRECISION, out_dtype=FLOAT
         )
-        tile += 1
 
     total = tl.sum(l, 0)
 

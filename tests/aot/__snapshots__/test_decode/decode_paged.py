@@ -13,26 +13,65 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def seek(list, width, tiles, RATIO: tl.constexpr):
-    """The run that holds what comes after so many tiles of a list, and the tiles before the run."""
+def page_entries(table, first_key, columns, past, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a line of the page table says of a tile's keys before `past`: a page, or each key's."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        keys = first_key
+        index = first_key // PAGE_SIZE
+    elif BLOCK_N % PAGE_SIZE == 0:
+        keys = first_key + columns
+        index = first_key // PAGE_SIZE + columns // PAGE_SIZE
+    else:
+        keys = first_key + columns
+        index = keys // PAGE_SIZE
+    return tl.load(table + index, mask=keys < past, other=0)
+
+
+@triton.jit
+def page_slots(first_key, columns, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where in its page a tile begins, or where in their pages its keys are."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        slots = first_key % PAGE_SIZE
+    elif BLOCK_N % PAGE_SIZE == 0:
+        slots = columns % PAGE_SIZE
+    else:
+        # Beyond the block there may be more rows than 32 bits can address.
+        slots = ((first_key + columns) % PAGE_SIZE).to(tl.int64)
+    return slots
+
+
+@triton.jit
+def seek(list, width, tiles, is_wanted, RATIO: tl.constexpr):
+    """The run that holds what comes after so many tiles of a list, and the tiles before the run.
+    The first run where none is wanted, as a program has no share."""
     before = 0
     run = 0
     passed = 0
-    searched = 1
-    for start in range(0, width - 2, 64):
-        lane = start + tl.arange(0, 64)
+    start = 0
+    # Most rows are one run.
+    is_wanted = is_wanted & ((tl.load(list + 1) - tl.load(list)) * RATIO <= tiles)
+    while (start < width - 2) & is_wanted:
+        lane = start + tl.arange(0, 128)
         first = tl.load(list + 2 * lane, mask=lane < width - 2, other=0)
         past = tl.load(list + 2 * lane + 1, mask=lane < width - 2, other=0)
         size = (past - first) * RATIO
         ends = before + tl.cumsum(size, 0)
         # What lies behind the last run is never written; a run that is looked for comes before it.
-        found = tl.min(tl.where(ends > tiles, lane, width), 0)
-        is_here = (searched > 0) & (found < width)
-        run = tl.where(is_here, found, run)
-        passed = tl.where(is_here, tl.sum(tl.where(lane == found, ends - size, 0), 0), passed)
-        searched = tl.where(is_here, 0, searched)
-        before = tl.sum(tl.where(lane == start + 63, ends, 0), 0)
+        run = tl.min(tl.where(ends > tiles, lane, width), 0)
+        passed = tl.sum(tl.where(lane == run, ends - size, 0), 0)
+        is_wanted = run == width
+        before = tl.sum(tl.where(lane == start + 127, ends, 0), 0)
+        start += 128
     return run, passed
+
+
+@triton.jit
+def touch(table, first, past):
+    """Bring entries of the page table into the cache: one that is missed when it is needed waits
+    as long as all the keys and values that were asked for before it."""
+    for entry in range(first, past, 128 * 32):
+        line = entry + 32 * tl.arange(0, 128)
+        tl.load(table + tl.minimum(line, past - 1), mask=line < past + 31, other=0, volatile=True)
 
 
 @triton.jit(noinline=True)
@@ -71,7 +110,7 @@ def select_rows(
         if not PARTIAL:
             lse *= LOG2E
         acc0 = tl.zeros([16, 128], FLOAT)
-        run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+        run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
         walk = runs + 2 * run
         tile = tl.load(walk) * (TILE_N // BLOCK_N)
         end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
@@ -81,25 +120,21 @@ def select_rows(
 
         for _ in tl.range(share_to - share_from, num_stages=1):
             first_key = tile * BLOCK_N
+            entries = page_entries(
+                page_table_ptr, tile * BLOCK_N, columns, kv_len, PAGE_SIZE, BLOCK_N
+            )
+            pages = tl.minimum(tl.maximum(entries, 0), num_pages - 1).to(tl.int64)
+            slots = page_slots(first_key, columns, PAGE_SIZE, BLOCK_N)
             if PAGE_SIZE % BLOCK_N == 0:
-                page = tl.load(
-                    page_table_ptr + first_key // PAGE_SIZE, mask=first_key < kv_len, other=0
-                )
-                page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-                slot = first_key % PAGE_SIZE
-                k_tile = k_ptr + (page * stride_kb + slot * stride_ks)
+                k_tile = k_ptr + (pages * stride_kb + slots * stride_ks)
                 k_rows = columns[:, None] * stride_ks.to(OFFSET)
-                v_tile = v_ptr + (page * stride_vb + slot * stride_vs)
+                v_tile = v_ptr + (pages * stride_vb + slots * stride_vs)
                 v_rows = columns[:, None] * stride_vs.to(OFFSET)
             else:
-                slots = first_key + columns
-                pages = tl.load(page_table_ptr + slots // PAGE_SIZE, mask=slots < kv_len, other=0)
-                pages = tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
-                slots = slots % PAGE_SIZE
                 k_tile = k_ptr
-                k_rows = (pages * stride_kb + slots * stride_ks)[:, None]
+                k_rows = (pages * stride_kb + slots * stride_ks.to(OFFSET))[:, None]
                 v_tile = v_ptr
-                v_rows = (pages * stride_vb + slots * stride_vs)[:, None]
+                v_rows = (pages * stride_vb + slots * stride_vs.to(OFFSET))[:, None]
 
             valid = columns[:, None] < kv_len - first_key
             k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
@@ -141,7 +176,7 @@ def select_rows(
         "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
         "runs_width", "heads", "group", "splits", "split_tiles", "q_len", "page_table_stride",
-        "num_pages", "scale_log2"
+        "num_pages", "table_width", "scale_log2"
     ],
     do_not_specialize_on_alignment=["kv_lens_ptr", "page_table_ptr"],
 )
@@ -174,6 +209,7 @@ def attention_decode(
     page_table_ptr,
     page_table_stride: tl.int64,
     num_pages: tl.int32,
+    table_width: tl.int32,
     scale_log2: tl.float32,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,6 +249,9 @@ def attention_decode(
     k_ptr += h_kv * stride_kh
     v_ptr += h_kv * stride_vh
     page_table_ptr += b * page_table_stride
+    # While the length is on its way: the share that this is if the table is full.
+    entries = tl.cdiv(table_width, splits)
+    touch(page_table_ptr, split * entries, tl.minimum((split + 1) * entries, table_width))
 
     index = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
@@ -245,7 +284,7 @@ def attention_decode(
     share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
     share_from = tl.minimum(split * share, tiles)
     share_to = tl.minimum(share_from + share, tiles)
-    run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+    run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
     tile = tl.load(walk) * (TILE_N // BLOCK_N)
     end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
@@ -253,29 +292,35 @@ def attention_decode(
     next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
     tile += share_from - passed
 
+    past = tl.minimum((tile + share_to - share_from) * BLOCK_N, kv_len)
+    touch(page_table_ptr, tile * BLOCK_N // PAGE_SIZE, tl.cdiv(past, PAGE_SIZE))
+    entries = page_entries(page_table_ptr, tile * BLOCK_N, columns, kv_len, PAGE_SIZE, BLOCK_N)
     for _ in range(share_to - share_from):
         first_key = tile * BLOCK_N
+        pages = tl.minimum(tl.maximum(entries, 0), num_pages - 1).to(tl.int64)
+        slots = page_slots(first_key, columns, PAGE_SIZE, BLOCK_N)
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(
-                page_table_ptr + first_key // PAGE_SIZE, mask=first_key < kv_len, other=0
-            )
-            page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
-            slot = first_key % PAGE_SIZE
-            k_tile = k_ptr + (page * stride_kb + slot * stride_ks)
+            k_tile = k_ptr + (pages * stride_kb + slots * stride_ks)
             k_rows = columns[:, None] * stride_ks.to(OFFSET)
-            v_tile = v_ptr + (page * stride_vb + slot * stride_vs)
+            v_tile = v_ptr + (pages * stride_vb + slots * stride_vs)
             v_rows = columns[:, None] * stride_vs.to(OFFSET)
         else:
-            slots = first_key + columns
-            pages = tl.load(page_table_ptr + slots // PAGE_SIZE, mask=slots < kv_len, other=0)
-            pages = tl.minimum(tl.maximum(pages, 0), num_pages - 1).to(tl.int64)
-            slots = slots % PAGE_SIZE
             k_tile = k_ptr
-            k_rows = (pages * stride_kb + slots * stride_ks)[:, None]
+            k_rows = (pages * stride_kb + slots * stride_ks.to(OFFSET))[:, None]
             v_tile = v_ptr
-            v_rows = (pages * stride_vb + slots * stride_vs)[:, None]
+            v_rows = (pages * stride_vb + slots * stride_vs.to(OFFSET))[:, None]
 
         valid = columns[:, None] < kv_len - first_key
+        tile += 1
+        is_last = tile == end
+        tile = tl.where(is_last, next_tile, tile)
+        end = tl.where(is_last, next_end, end)
+        walk += tl.where(is_last, 2, 0)
+        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+
+        # Asked for before this tile's keys: what is asked for later arrives later.
+        entries = page_entries(page_table_ptr, tile * BLOCK_N, columns, kv_len, PAGE_SIZE, BLOCK_N)
         k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[:, None]
@@ -293,13 +338,6 @@ def attention_decode(
         acc0 = tl.dot(
             tl.trans(v0), p.to(v0.dtype), acc0, input_precision=PRECISION, out_dtype=FLOAT
         )
-        tile += 1
-        is_last = tile == end
-        tile = tl.where(is_last, next_tile, tile)
-        end = tl.where(is_last, next_end, end)
-        walk += tl.where(is_last, 2, 0)
-        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
-        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
 
     total = tl.sum(l, 0)
 

@@ -23,25 +23,27 @@ def tanh(x):
 
 
 @triton.jit
-def seek(list, width, tiles, RATIO: tl.constexpr):
-    """The run that holds what comes after so many tiles of a list, and the tiles before the run."""
+def seek(list, width, tiles, is_wanted, RATIO: tl.constexpr):
+    """The run that holds what comes after so many tiles of a list, and the tiles before the run.
+    The first run where none is wanted, as a program has no share."""
     before = 0
     run = 0
     passed = 0
-    searched = 1
-    for start in range(0, width - 2, 64):
-        lane = start + tl.arange(0, 64)
+    start = 0
+    # Most rows are one run.
+    is_wanted = is_wanted & ((tl.load(list + 1) - tl.load(list)) * RATIO <= tiles)
+    while (start < width - 2) & is_wanted:
+        lane = start + tl.arange(0, 128)
         first = tl.load(list + 2 * lane, mask=lane < width - 2, other=0)
         past = tl.load(list + 2 * lane + 1, mask=lane < width - 2, other=0)
         size = (past - first) * RATIO
         ends = before + tl.cumsum(size, 0)
         # What lies behind the last run is never written; a run that is looked for comes before it.
-        found = tl.min(tl.where(ends > tiles, lane, width), 0)
-        is_here = (searched > 0) & (found < width)
-        run = tl.where(is_here, found, run)
-        passed = tl.where(is_here, tl.sum(tl.where(lane == found, ends - size, 0), 0), passed)
-        searched = tl.where(is_here, 0, searched)
-        before = tl.sum(tl.where(lane == start + 63, ends, 0), 0)
+        run = tl.min(tl.where(ends > tiles, lane, width), 0)
+        passed = tl.sum(tl.where(lane == run, ends - size, 0), 0)
+        is_wanted = run == width
+        before = tl.sum(tl.where(lane == start + 127, ends, 0), 0)
+        start += 128
     return run, passed
 
 
@@ -83,7 +85,7 @@ def select_rows(
         if not PARTIAL:
             lse *= LOG2E
         acc0 = tl.zeros([16, 128], FLOAT)
-        run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+        run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
         walk = runs + 2 * run
         tile = tl.load(walk) * (TILE_N // BLOCK_N)
         end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
@@ -243,7 +245,7 @@ def attention_decode(
     share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
     share_from = tl.minimum(split * share, tiles)
     share_to = tl.minimum(share_from + share, tiles)
-    run, passed = seek(runs, runs_width, share_from, TILE_N // BLOCK_N)
+    run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
     tile = tl.load(walk) * (TILE_N // BLOCK_N)
     end = tl.load(walk + 1) * (TILE_N // BLOCK_N)
@@ -256,6 +258,14 @@ def attention_decode(
         k_tile = k_ptr + first_key * stride_ks
         v_tile = v_ptr + first_key * stride_vs
         valid = columns[:, None] < kv_len - first_key
+        tile += 1
+        is_last = tile == end
+        tile = tl.where(is_last, next_tile, tile)
+        end = tl.where(is_last, next_end, end)
+        walk += tl.where(is_last, 2, 0)
+        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
+        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
+
         k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[:, None]
@@ -275,13 +285,6 @@ def attention_decode(
         acc0 = tl.dot(
             tl.trans(v0), p.to(v0.dtype), acc0, input_precision=PRECISION, out_dtype=FLOAT
         )
-        tile += 1
-        is_last = tile == end
-        tile = tl.where(is_last, next_tile, tile)
-        end = tl.where(is_last, next_end, end)
-        walk += tl.where(is_last, 2, 0)
-        next_tile = tl.load(walk + 2) * (TILE_N // BLOCK_N)
-        next_end = tl.load(walk + 3) * (TILE_N // BLOCK_N)
 
     total = tl.sum(l, 0)
     # The sink is one more score in the denominator, of the first split alone.
