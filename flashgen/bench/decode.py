@@ -185,7 +185,7 @@ def _rows(
     """Rows that say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms; `flops`: of
     the products, where they may be what counts."""
     rows = rows_of(work, {name: Times(_graph_ms(one, rounds)) for name, one in works.items()})
-    found = []
+    found: list[Row] = []
     for row in rows:
         rate, products = moved / row.forward_ms, flops / row.forward_ms
         found.append(
