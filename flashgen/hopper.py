@@ -143,3 +143,56 @@ def _cannot_describe(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     if 0 in shape:
         return "no elements"
     return ""
+
+
+@gluon.jit
+def note(place, x):  # type: ignore[no-untyped-def]
+    """Write a number into shared memory."""
+    place.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + x)
+
+
+@gluon.jit
+def read(place):  # type: ignore[no-untyped-def]
+    """A number from shared memory."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def pack(p, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [m, n] as int32 [m, n / 2]: pairs of 16-bit floats, the left one low.
+
+    Carried through a loop as single 16-bit values, pairs would be put together at each use."""
+    left, right = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,r,r", [left, right], gl.int32, True, 1
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def unpack(pairs, dtype: gl.constexpr, columns: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The 16-bit floats that `pack` put together, as wgmma's first operand."""
+    left = pairs.to(gl.int16).to(dtype, bitcast=True)
+    right = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    whole = gl.join(left, right).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(whole, operand(columns))
+
+
+@gluon.jit
+def opaque(x):  # type: ignore[no-untyped-def]
+    """The same 32-bit numbers, which LLVM knows nothing of.
+
+    It would compare several keys at a time, and put the results together bit by bit."""
+    if x.dtype == gl.int32:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, True, 1)
+    if x.dtype == gl.float32:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+    return x
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def cross(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What was read with one key a thread, where the scores need it."""
+    if x.dtype == gl.int1:
+        return opaque(gl.convert_layout(x.to(gl.int32), layout)) != 0
+    return opaque(gl.convert_layout(x, layout))

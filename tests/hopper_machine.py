@@ -147,7 +147,7 @@ _LOCK = threading.Lock()
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
     offset = torch.as_tensor(pointer.offset)
     if mask is None:
-        return pointer.flat()[offset]
+        return pointer.flat()[offset].clone()
     offset, mask = torch.broadcast_tensors(offset, torch.as_tensor(mask))
     values = pointer.flat()[torch.where(mask, offset, 0)]
     return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype))
@@ -171,11 +171,21 @@ def _full(shape: list[int], value: float, dtype: Any, layout: Any = None) -> tor
     return torch.full(shape, value, dtype=dtype)
 
 
-def _load_tile(tiles: Tiles, place: list[Any], barrier: Barrier, into: Shared) -> None:
+def _load_tile(
+    tiles: Tiles, place: list[Any], barrier: Barrier, into: Shared, pred: Any = True
+) -> None:
+    if not pred:
+        return
     here, there = tiles.inside(place)
     into.data.zero_()
     into.data[there].copy_(tiles.tensor[here])
     barrier.change(0, -tiles.block_type.nbytes)
+
+
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = True, sem: Any = None) -> torch.Tensor:
+    before = _load(pointer, None if mask is True else mask)
+    _store(pointer, value, mask=mask, add=True)
+    return before
 
 
 def _store_tile(tiles: Tiles, place: list[Any], source: Shared) -> None:
@@ -257,6 +267,7 @@ class Machine:
     ) -> None:
         given = [_argument(values[name]) for name in names]
         for self.program in range(programs):
+            self.programs = programs
             kernel(*given, **constants)
             assert not any(b.here for b in self.named.values()), "a barrier is left half full"
 
@@ -268,7 +279,8 @@ class Machine:
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             reshape=torch.reshape, permute=torch.permute,
             zeros_like=torch.zeros_like, where=_where, load=_load, store=_store, abs=torch.abs,
-            atomic_add=lambda *a, mask, sem: _store(*a, mask=mask, add=True),
+            atomic_add=_atomic_add, num_programs=lambda axis: torch.tensor(self.programs),
+            float16=torch.float16, bfloat16=torch.bfloat16,
             exp=torch.exp, exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
@@ -283,7 +295,7 @@ class Machine:
         mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: "barriers",
             init=lambda barrier, count: barrier.init(count),
-            expect=lambda barrier, size: barrier.change(1, size),
+            expect=lambda barrier, size, pred=True: barrier.change(1, size) if pred else None,
             arrive=lambda barrier, count: barrier.change(count, 0),
             wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
         )
@@ -298,6 +310,10 @@ class Machine:
             warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
             async_copy=async_copy, sync_at=lambda n: self.named[int(n)].sync(),
             arrive_at=lambda n: self.named[int(n)].arrive(),
+            note=lambda place, x: place.data.fill_(int(x)),
+            read=lambda place: place.data[0].clone(),
+            pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
+            PropagateNan=None, opaque=lambda x: x, cross=lambda x, layout: x,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

@@ -1,0 +1,133 @@
+"""Hopper's generated forward walked on a CPU, beside the cpu backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from hopper_machine import Machine, Tiles
+
+import flashgen as fg
+from flashgen import hopper, launch, launch_hopper, masks
+from flashgen.kernel_names import spell
+from flashgen.tiling import target_of
+
+
+def walk(
+    monkeypatch: pytest.MonkeyPatch,
+    attend: Any,
+    tensors: list[torch.Tensor],
+    *,
+    tile: tuple[int, int] = (128, 128),
+    processors: int = 3,
+    **data: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, LSE and marks of the generated kernel, on a GPU of so many multiprocessors."""
+    q, k, v = tensors
+    call = attend._check_look(q, k, v, dict(data))
+    planned = {name: x for name, x in data.items() if name not in ("scale", "sinks")}
+    schedule = attend.schedule(q, k, v, block_size=tile, **planned)
+    bound, geometry = spell(call.bound), call.geometry
+    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    machine = Machine(launch_hopper.generate(bound.spec, variant, tile[0] // 64)[0].text)
+    spoilt: list[torch.Tensor] = []
+
+    def run(kernel: Any, names: Any, values: Any, *rest: Any) -> None:
+        if kernel is None:
+            return spoilt.append(values["spoilt_ptr"])
+        for name in ("out_ptr", "lse_ptr"):
+            values[name].fill_(torch.nan)
+        machine.launch(kernel, names, values, *rest)
+
+    monkeypatch.setattr(launch_hopper, "_kernels", lambda *_: (machine.attention_forward, None))
+    monkeypatch.setattr(launch, "launch", run)
+    monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(hopper, "descriptor", Tiles)
+    out, lse = launch_hopper.forward(
+        q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=call.scale,
+        softcap=call.softcap, sinks=data.get("sinks"),
+    )  # fmt: skip
+    return out, lse, spoilt[0]
+
+
+def inputs(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int) -> list[torch.Tensor]:
+    return [torch.randn(s).half() for s in ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv))]
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, attend: Any, tensors: list[torch.Tensor], **data: Any
+) -> None:
+    how = {name: data.pop(name) for name in ("tile", "processors") if name in data}
+    right, exact = attend(*tensors, backend="cpu", return_lse=True, **data)
+    out, lse, spoilt = walk(monkeypatch, attend, tensors, **how, **data)
+    assert not spoilt.any()
+    # Weights and outputs are rounded to half.
+    torch.testing.assert_close(out, right, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 72), (192, 128)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1), (100, 300), (300, 140), (300, 300)], ids=str)
+def test_lengths(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], dims: tuple[int, int]
+) -> None:
+    tensors = inputs(1, 1, 1, *lengths, *dims)
+    check(monkeypatch, fg.Attention(masks.causal), tensors)
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (192, 64)], ids=str)
+@pytest.mark.parametrize("processors", [1, 2, 5, 100])
+def test_programs_share_row_blocks(
+    monkeypatch: pytest.MonkeyPatch, processors: int, tile: tuple[int, int]
+) -> None:
+    tensors = inputs(2, 4, 2, 400, 500, 64, 64)
+    attend = fg.Attention(masks.local(left=90, right=20))
+    check(monkeypatch, attend, tensors, tile=tile, processors=processors)
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.id)
+def test_masks(monkeypatch: pytest.MonkeyPatch, case: Any, tile: tuple[int, int]) -> None:
+    B, H, S, T = 2, 2, 150, 290 if case.below_zero else 150
+    data = case.build(B, H, S, T, torch.Generator().manual_seed(0))
+    check(
+        monkeypatch, fg.Attention(mask=case.bound(data)), inputs(B, H, H, S, T, 64, 64), tile=tile
+    )
+
+
+@fg.attention(mask=masks.causal, softcap=9.0, sinks=True)
+def bent(score, h, q_idx, kv_idx, slope: fg.Tensor):
+    return 1.5 * score + slope[h] * (kv_idx - q_idx)
+
+
+def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(1, 2, 1, 300, 300, 64, 64)
+    check(monkeypatch, bent, tensors, slope=torch.rand(2), sinks=torch.randn(2))
+
+
+def test_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, fg.Attention(), inputs(1, 2, 2, 300, 512, 128, 128), tile=(128, 64))
+
+
+def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(3, 2, 1, 150, 300, 64, 64)
+    lens = torch.tensor([300, 0, 177], dtype=torch.int32)
+    attend = fg.Attention(mask=masks.sliding_window(window=64))
+    right = attend(q, k, v, backend="cpu", kv_lens=lens, q_offset=0)
+    beyond = torch.arange(300) >= lens[:, None]
+    spoilt = [x.masked_fill(beyond[:, None, :, None], torch.nan) for x in (k, v)]
+    out, _, marks = walk(monkeypatch, attend, [q, *spoilt], kv_lens=lens, q_offset=0)
+    assert not marks.any()
+    torch.testing.assert_close(out, right, rtol=2e-3, atol=2e-3)
+
+
+def test_what_is_not_finite_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(1, 1, 1, 300, 300, 64, 64)
+    v[:, :, 20, 3] = torch.inf
+    doc = (torch.arange(300) // 150)[None]
+    out, _, marks = walk(monkeypatch, fg.Attention(mask=masks.causal_document), [q, k, v], doc=doc)
+    assert torch.equal(marks.bool(), ~out.isfinite().all(-1))
+    assert marks[0, 0, 20:150].all()
