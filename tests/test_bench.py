@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashgen import api, bench, masks
-from flashgen.bench import cpu, mask_functions, planning, table
+from flashgen.bench import cpu, decode, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
 from flashgen.call import CallText
 from flashgen.expr import walk
@@ -103,3 +103,20 @@ def test_plans_are_shown_as_markdown(
     assert planning.summary(rows).startswith(
         "S = 64: 4.00 times as fast (geometric mean of 1 masks)"
     )
+
+
+def test_rates_of_decoding_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 GB in 0.5 ms are 4 TB/s, as fast as a copy of 4e9 bytes in a ms."""
+    monkeypatch.setattr(decode, "title", lambda: "where")
+    monkeypatch.setattr(decode, "_graph_ms", lambda work, rounds: work())
+    works = {"SDPA": lambda: 1.0, "flashgen": lambda: 0.5}
+    rows = decode._rows("1 x 2", works, 2 * 10**9, 4e9, 1, flops=10**12)
+    decode.show([*rows, *table.rows_of("host", {"flashgen": Times(0.25)})])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == [
+        "| 1 x 2 | SDPA | 1000.0 | 2.00 | 0.50 | 1000 | 1.00 |",
+        "| 1 x 2 | flashgen | 500.0 | 4.00 | 1.00 | 2000 | 2.00 |",
+        "| host | flashgen | 250.0 |  |  |  | 1.00 |",
+    ]
