@@ -144,21 +144,27 @@ class Tiles:
 _LOCK = threading.Lock()
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> torch.Tensor:
-    offset = torch.as_tensor(pointer.offset)
-    if mask is None:
-        return pointer.flat()[offset].clone()
-    offset, mask = torch.broadcast_tensors(offset, torch.as_tensor(mask))
-    values = pointer.flat()[torch.where(mask, offset, 0)]
+def _checked(pointer: Pointer, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory, and places in it with whether they count: those must lie inside."""
+    flat = pointer.flat()
+    offset, mask = torch.broadcast_tensors(torch.as_tensor(pointer.offset), torch.as_tensor(mask))
+    outside = mask & ((offset < 0) | (offset >= flat.numel()))
+    assert not outside.any(), "a pointer outside of its tensor"
+    return flat, offset, mask
+
+
+def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
+    flat, offset, mask = _checked(pointer, mask)
+    values = flat[torch.where(mask, offset, 0)]
     return torch.where(mask, values, torch.as_tensor(other, dtype=values.dtype))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True, add: bool = False) -> None:
+    flat, offset, mask = _checked(pointer, mask)
     value = torch.as_tensor(value).to(pointer.memory.dtype)
-    tensors = (torch.as_tensor(pointer.offset), value, torch.as_tensor(mask))
-    offset, value, mask = torch.broadcast_tensors(*tensors)
+    offset, value, mask = torch.broadcast_tensors(offset, value, mask)
     with _LOCK:
-        pointer.flat().index_put_((offset[mask],), value[mask], accumulate=add)
+        flat.index_put_((offset[mask],), value[mask], accumulate=add)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
@@ -183,7 +189,7 @@ def _load_tile(
 
 
 def _atomic_add(pointer: Pointer, value: Any, mask: Any = True, sem: Any = None) -> torch.Tensor:
-    before = _load(pointer, None if mask is True else mask)
+    before = _load(pointer, mask)
     _store(pointer, value, mask=mask, add=True)
     return before
 

@@ -108,6 +108,23 @@ def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, bent, tensors, slope=torch.rand(2), sinks=torch.randn(2))
 
 
+@fg.attention(mask=masks.causal_document)
+def by_key(score, h, kv_idx, bias: fg.Tensor):  # type: ignore[no-untyped-def]
+    return score + bias[h, kv_idx]
+
+
+@pytest.mark.parametrize("length", [128, 333])
+def test_data_of_keys_where_programs_have_few_tiles(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Fewer turns than stages, so that the last one finds what nobody wrote."""
+    tensors = inputs(1, 4, 2, length, length, 64, 64)
+    data = {"doc": (torch.arange(length) // 50)[None], "bias": torch.randn(4, length)}
+    check(monkeypatch, by_key, tensors, processors=132, **data)
+    data.pop("bias")
+    check(monkeypatch, fg.Attention(masks.causal_document), tensors, processors=132, **data)
+
+
 def test_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, fg.Attention(), inputs(1, 2, 2, 300, 512, 128, 128), tile=(128, 64))
 

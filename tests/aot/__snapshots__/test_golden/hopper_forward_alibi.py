@@ -120,9 +120,11 @@ def produce(
         round += 1
         item = next_item
 
-    # The last values, and word that no row block follows.
+    # The last values, and word that no row block follows. Whoever computes its scores nevertheless
+    # reads data of keys that there are.
     slot = turn % STAGES
     hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+    hopper.note(places.index(slot), 0)
     hopper.mbarrier.expect(ready.index(slot), v0_desc.block_type.nbytes)
     hopper.load_tile(
         v0_desc, [last_b, last_h_kv, last_key, 0], ready.index(slot), v0_tiles.index(slot)
