@@ -119,6 +119,31 @@ def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, bent, tensors, grad, slope=torch.rand(2))
 
 
+@fg.mask
+def lit(b, q_idx, kv_idx, doc: fg.Tensor, near: fg.Tensor, seen: fg.Tensor):
+    return (doc[b, q_idx] == doc[b, kv_idx]) & seen[near[q_idx]] & (kv_idx <= q_idx)
+
+
+@fg.attention(mask=lit)
+def gated(score, q_idx, kv_idx, gate: fg.Tensor, column: fg.Tensor):
+    return score * gate[q_idx] + column[kv_idx]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_data_of_queries(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """Through shared memory: of masks and scores, in each type, at addresses that are data too."""
+    S = 300
+    tensors, grad = inputs(2, 2, 1, S, S, head_dim, head_dim)
+    data = {
+        "doc": torch.randint(0, 3, (2, S)).sort().values,
+        "near": torch.randint(0, S, (S,), dtype=torch.int32),
+        "seen": torch.rand(S) < 0.9,
+        "gate": torch.rand(S).half(),
+        "column": torch.rand(S),
+    }
+    check(monkeypatch, gated, tensors, grad, **data)
+
+
 def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, grad = inputs(1, 1, 1, 130, 130, 128, 128)
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, scale=-0.2)

@@ -170,6 +170,35 @@ def test_score_functions() -> None:
         assert error < 2e-3
 
 
+@fg.mask
+def lit(b: Any, q_idx: Any, kv_idx: Any, doc: fg.Tensor, near: fg.Tensor, seen: fg.Tensor) -> Any:
+    return (doc[b, q_idx] == doc[b, kv_idx]) & seen[near[q_idx]] & (kv_idx <= q_idx)
+
+
+@fg.attention(mask=lit)
+def gated(score: Any, q_idx: Any, kv_idx: Any, gate: fg.Tensor, column: fg.Tensor) -> Any:
+    return score * gate[q_idx] + column[kv_idx]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_data_of_queries_of_each_type(head_dim: int) -> None:
+    S = 300
+    doc = torch.randint(0, 3, (2, S), device="cuda").sort().values
+    near = torch.randint(0, S, (S,), dtype=torch.int32, device="cuda")
+    seen, gate = torch.rand(S, device="cuda") < 0.9, torch.rand(S, device="cuda").bfloat16()
+    column = torch.rand(S, device="cuda")
+    inputs = leaves(2, 2, 1, S, S, head_dim, head_dim, torch.bfloat16)
+    grad = torch.randn_like(inputs[0])
+    data = {"doc": doc, "near": near, "seen": seen, "gate": gate, "column": column}
+    got = grads_of(hopper(gated), inputs, grad, **data)
+    allowed = torch.ones(S, S, dtype=torch.bool, device="cuda").tril()
+    allowed = allowed & (doc[:, :, None] == doc[:, None, :]) & seen[near.long()][:, None]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, _ = dense(*exact, allowed[:, None], lambda s: s * gate.double()[:, None] + column.double())
+    for mine, right in zip(got, torch.autograd.grad(out, exact, grad.double()), strict=True):
+        assert (mine.double() - right).norm() <= 1e-2 * right.norm()
+
+
 def test_strides_and_a_gradient_that_is_expanded() -> None:
     B, S, H, D = 2, 200, 4, 128
     packed = torch.randn(B, S, 3, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
