@@ -24,7 +24,6 @@ from .emit import (
     unaligned_pointers,
     used_in,
 )
-from .emit_flags import without_flags
 from .expr import Expr, leaves, walk
 from .layout import tidy
 from .lower import Lowered, isolate
@@ -99,7 +98,7 @@ def covers(head_dim: int, v_head_dim: int) -> bool:
 
 def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2) -> Generated:
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
-    isolated = None if spec.mask is None else without_flags(isolate(spec.mask))
+    isolated = None if spec.mask is None else isolate(spec.mask)
     mask = lower_by_key(isolated, spec, variant, frozenset())
     score = lower_by_key(spec.score, spec, variant, mask.assigned)
     keep = mask.lowered.results[0] if mask.lowered.results else "kv_idx >= 0"
