@@ -404,8 +404,7 @@ def _block_size(call: Call, backend: str, invariant: bool = False) -> tuple[int,
     long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
     name = "portable" if few else backend
     dims = (call.q.shape[-1], call.v.shape[-1])
-    length = call.geometry.q_len
-    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows, length)
+    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
 
 
 def _key(call: Call, block: tuple[int, int], planner: str) -> Any:

@@ -149,10 +149,9 @@ def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, scale=-0.2)
 
 
-@pytest.mark.parametrize("tile", [192, 256])
-def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, grad = inputs(1, 2, 2, 520, 260, 128, 128)
-    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=tile)
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=256)
 
 
 def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
