@@ -12,16 +12,16 @@ from . import backends, ops
 from .call import Call, CallText, autocast, check
 from .check_storage import PageLayout, Storage
 from .config import config
-from .decoding import choose_kernel, decode, wants_gradient
+from .decoding import choose_kernel, decode
 from .errors import FlashgenError
-from .known_calls import Known, KnownCalls, Route, key_of
+from .known_calls import Known, KnownCalls, key_of
+from .routes import kept_key, route_of, tile_of
 from .schedule import Planner, Schedule
-from .schedule.make import check_block_size, check_fits, has_long_rows, make_schedule
+from .schedule.make import check_block_size, check_fits, make_schedule
 from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
 from .tape import Tapes
-from .tiling_decode import LATENT_TILE, MOST_QUERIES
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
@@ -164,14 +164,14 @@ class Attention:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
-        route = self._route(known, call, backend, schedule, batch_invariant)
+        route = route_of(known, call, backend, schedule, batch_invariant)
         if schedule is not None:
             if not known.fits(schedule):
                 check_fits(schedule, call.bound, call.geometry, call.text)
                 known.found_to_fit(schedule)
         elif not route.decodes or call.bound.spec.mask is not None:
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
-            schedule = self._planned(call, route.block, "auto", route.kept_by, known.tapes)
+            schedule = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
         if route.decodes:
             out, lse = decode(call, schedule, batch_invariant, route.backend, known.tapes)
         else:
@@ -201,31 +201,6 @@ class Attention:
             return self._calls.keep(key, call, given, data), call
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
         return known, known.again(text, q, k, v, given, data)
-
-    def _route(
-        self,
-        known: Known,
-        call: Call,
-        backend: str,
-        schedule: Any,
-        invariant: bool,
-        planned: bool = False,
-    ) -> Route:
-        """What runs a call, and on which tile; `planned`: it is only planned. Raises FlashgenError
-        where nothing can."""
-
-        def choose() -> Route:
-            choice = backends.choose_for(backend, call, schedule)
-            decodes = (
-                not planned
-                and choose_kernel(call, choice.name, asked=backend, invariant=invariant).decodes
-            )
-            block = _block_size(call, choice.name, invariant)
-            return Route(choice.name, decodes, block, _key(call, block, "auto"))
-
-        size = getattr(schedule, "block_size", None)
-        asked = (planned, backend, bool(invariant), wants_gradient(call), size)
-        return known.route(asked, choose)
 
     def _as_operators(
         self,
@@ -285,8 +260,8 @@ class Attention:
         if block_size is not None:
             block = check_block_size(block_size, call.text)
         else:
-            block = self._route(known, call, "auto", None, False, planned=True).block
-        return self._planned(call, block, planner, _key(call, block, planner), known.tapes)
+            block = route_of(known, call, "auto", planned=True).tile
+        return self._planned(call, block, planner, kept_key(call, block, planner), known.tapes)
 
     def _known_to_plan(
         self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
@@ -332,7 +307,7 @@ class Attention:
         call = self._check_look(q, k, v, arguments)
         choice = backends.choose_for(backend, call, schedule)
         kernel = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
-        block = _block_size(call, choice.name, invariant)
+        block = tile_of(call, choice.name, invariant)
         schedule = schedule or make_schedule(call.bound, call.geometry, block, "auto", call.text)
         return explain(call, schedule, choice, kernel)
 
@@ -393,29 +368,6 @@ def _restore(program: Program) -> Attention:
     made = Attention(program.mask, score, program.heads, program.softcap, program.sinks)
     made._program, made._mask_program = program, _mask_alone(program)
     return made
-
-
-def _block_size(call: Call, backend: str, invariant: bool = False) -> tuple[int, int]:
-    """The tile that the kernel works on."""
-    if call.bound.spec.heads is not None:
-        return LATENT_TILE
-    few = call.geometry.q_len <= MOST_QUERIES
-    # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
-    long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
-    name = "portable" if few else backend
-    dims = (call.q.shape[-1], call.v.shape[-1])
-    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
-
-
-def _key(call: Call, block: tuple[int, int], planner: str) -> Any:
-    """What a schedule depends on, if that is known on the host; else None."""
-    geometry, spec = call.geometry, call.bound.spec
-    on_device = isinstance(geometry.q_offset, torch.Tensor) or geometry.kv_lens is not None
-    if on_device or spec.mask_tensors:
-        return None
-    lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)
-    scalars = tuple(sorted(call.bound.scalars.items()))
-    return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
 
 
 def attention(

@@ -21,17 +21,6 @@ _MOST = 64
 _PLAIN = (int, float, bool, str)
 
 
-@dataclass(frozen=True)
-class Route:
-    """What runs a call: a backend, its kernel for few queries or the ordinary one; on which tile,
-    and what a schedule of it depends on, where that is known on the host."""
-
-    backend: str
-    decodes: bool
-    block: tuple[int, int]
-    kept_by: Any
-
-
 @dataclass(eq=False)
 class Known:
     """A checked call without its tensors, and what followed from its shapes."""
@@ -41,18 +30,17 @@ class Known:
     expanded: Mapping[str, torch.Size | None]
     # Whether tensors say how the others are stored.
     is_stored: bool
-    routes: dict[Any, Route] = field(default_factory=dict)
+    _found: dict[Any, Any] = field(default_factory=dict)
     tapes: Tapes = field(default_factory=Tapes)
     _fits: Callable[[], Schedule | None] = lambda: None
 
-    def route(self, asked: Any, choose: Callable[[], Route]) -> Route:
-        """The way of a call, by what it depends on beside what is known."""
-        found = self.routes.get(asked)
+    def once(self, asked: Any, find: Callable[[], Any]) -> Any:
+        """What follows from the call and from what is asked of it, found once."""
+        found = self._found.get(asked)
         if found is None:
-            found = choose()
-            if len(self.routes) >= _MOST:
-                self.routes.clear()
-            self.routes[asked] = found
+            if len(self._found) >= _MOST:
+                self._found.clear()
+            found = self._found[asked] = find()
         return found
 
     def fits(self, schedule: Schedule) -> bool:

@@ -100,7 +100,7 @@ class _Transformed(_Attention):
     read at each call."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:  # type: ignore[override]
+    def forward(*inputs: Any) -> Any:
         made, q, k, v, sinks, *data = inputs
         with no_autocast(q.device):
             return made.forward(q, k, v, sinks, data)

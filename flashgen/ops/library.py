@@ -15,7 +15,7 @@ from ..check_storage import Storage
 from ..config import config
 from ..decoding import choose_kernel, decode
 from ..geometry import Geometry, refuse_paged
-from ..known_calls import Known, Route, key_of
+from ..known_calls import Known, key_of
 from ..launch_backward import Saved
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
@@ -265,11 +265,10 @@ def _scheduled(
         if form.made_for is not None:
             check_fits(schedule, call.bound, call.geometry, call.text)
 
-    def choose() -> Route:
-        return Route(backends.choose_for(form.backend, call, schedule).name, False, (0, 0), None)
+    def choose() -> str:
+        return backends.choose_for(form.backend, call, schedule).name
 
-    backend = known.route(("operator", schedule.block_size), choose).backend
-    return call, schedule, backend, known.tapes
+    return call, schedule, known.once(schedule.block_size, choose), known.tapes
 
 
 def _is_invariant(form: Form) -> bool:

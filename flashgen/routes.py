@@ -1,0 +1,75 @@
+"""Which way a checked call goes: its backend, its kernel, the tile of its schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import backends
+from .call import Call
+from .decoding import choose_kernel, wants_gradient
+from .known_calls import Known
+from .schedule.make import has_long_rows
+from .tiling_decode import LATENT_TILE, MOST_QUERIES
+
+
+@dataclass(frozen=True)
+class Route:
+    """A backend, and whether its kernel for few queries runs the call; the tile of a schedule, and
+    what that depends on, where it is known on the host."""
+
+    backend: str
+    decodes: bool
+    tile: tuple[int, int]
+    kept_by: Any
+
+
+def route_of(
+    known: Known,
+    call: Call,
+    backend: str,
+    schedule: Any = None,
+    invariant: bool = False,
+    planned: bool = False,
+) -> Route:
+    """The way of a call, found once for all that are known to be alike; `planned`: it is only
+    planned. Raises FlashgenError where nothing can run it."""
+
+    def choose() -> Route:
+        choice = backends.choose_for(backend, call, schedule)
+        decodes = False
+        if not planned:
+            how = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
+            decodes = how.decodes
+        tile = tile_of(call, choice.name, invariant)
+        return Route(choice.name, decodes, tile, kept_key(call, tile, "auto"))
+
+    size = getattr(schedule, "block_size", None)
+    asked = (planned, backend, bool(invariant), wants_gradient(call), size)
+    route: Route = known.once(asked, choose)
+    return route
+
+
+def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int]:
+    """The tile that the kernel works on."""
+    if call.bound.spec.heads is not None:
+        return LATENT_TILE
+    few = call.geometry.q_len <= MOST_QUERIES
+    # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
+    long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
+    name = "portable" if few else backend
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
+
+
+def kept_key(call: Call, block: tuple[int, int], planner: str) -> Any:
+    """What a schedule depends on, if that is known on the host; else None."""
+    geometry, spec = call.geometry, call.bound.spec
+    on_device = isinstance(geometry.q_offset, torch.Tensor) or geometry.kv_lens is not None
+    if on_device or spec.mask_tensors:
+        return None
+    lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)
+    scalars = tuple(sorted(call.bound.scalars.items()))
+    return spec.mask_digest, scalars, lengths, geometry.q_offset, geometry.device, block, planner
