@@ -17,7 +17,7 @@ from .. import api
 from ..errors import FlashgenError
 from .measure import Times, check_equal
 from .peers import dense_peers
-from .table import Row, rows_of
+from .table import Row, print_table, rows_of
 
 LENGTH, BATCH = 8192, 4
 SHAPES = ((128, 16), (64, 32))
@@ -71,20 +71,29 @@ def masks(length: int, device: torch.device) -> dict[str, Any]:
 def run(rounds: int) -> list[Row]:
     """Forward and backward times, each row shown when it is there.
 
-    Raises AssertionError where results differ."""
+    Raises AssertionError where results differ, after the others were measured."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
     names = masks(16, torch.device("cpu"))
     work = [(head_dim, heads, name) for head_dim, heads in SHAPES for name in names]
     compile_ahead(work)
     rows: list[Row] = []
+    failures: list[str] = []
     for head_dim, heads, name in work:
-        times = _measure(head_dim, heads, name, rounds)
+        try:
+            times = _measure(head_dim, heads, name, rounds)
+        except AssertionError as error:
+            failures.append(f"D={head_dim} {name}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
+            continue
         for row in rows_of(f"D={head_dim} {name}", times):
             backward = "" if row.backward_ms is None else f"{row.backward_ms:8.3f}"
             line = f"{row.work:24} {row.backend:16} {row.forward_ms:8.3f} {backward}"
             print(line.rstrip(), file=sys.stderr, flush=True)
             rows.append(row)
+    if failures:
+        print_table(rows, title())
+        raise AssertionError("\n".join(failures))
     return rows
 
 

@@ -37,9 +37,10 @@ def check_equal(
         results = (out, *torch.autograd.grad(out, leaves, grad))
         base = base or results
         for what, mine, right in zip(("out", "dq", "dk", "dv"), results, base, strict=True):
-            torch.testing.assert_close(
-                mine, right, rtol=tolerance, atol=tolerance, msg=f"{what} of {name} differs"
-            )
+            try:
+                torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
+            except AssertionError as error:
+                raise AssertionError(f"{what} of {name} differs: {error}") from None
 
 
 def interleave(
