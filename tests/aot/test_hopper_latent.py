@@ -47,8 +47,16 @@ def test_repair_latent(kernel_file):  # noqa: F811
     assert launch_decode.repairing(*LATENT["full"].parts()).text == kernel_file
 
 
-@pytest.mark.parametrize("partial", [False, True])
-@pytest.mark.parametrize("name", LATENT)
+# Each text once; the others take as long again.
+COMPILED = {"full": False, "paged": True, "score": True, "small": True}
+ALL = [
+    pytest.param(name, partial, marks=[] if COMPILED[name] == partial else pytest.mark.slow)
+    for name in LATENT
+    for partial in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "partial"), ALL)
 def test_compiles(name, partial):
     case = LATENT[name]
     rows = (case.q[2], case.q[1])
