@@ -83,7 +83,7 @@ def check(target: str, compiled: aot.Compiled) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q", "kv"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
 @pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
 def test_causal(target: str, head_dim: int, kind: str) -> None:
     spec = spec_of(fg.Attention(mask=masks.causal))

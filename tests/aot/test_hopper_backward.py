@@ -79,12 +79,12 @@ def test_instructions(name: str, spills: int, in_loop: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "causal_document",
+        pytest.param("causal_document", marks=pytest.mark.slow),
         "flashmask",
-        "alibi",
+        pytest.param("alibi", marks=pytest.mark.slow),
         "softcap_sinks",
         "lengths_and_offsets",
-        "head_dim_96",
+        pytest.param("head_dim_96", marks=pytest.mark.slow),
     ],
 )
 def test_masks_and_scores(name: str) -> None:

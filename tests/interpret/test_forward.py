@@ -83,7 +83,14 @@ def test_planning_kernels(case):
         assert torch.equal(got[..., :width, :][valid], wanted[..., :width, :][valid])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (5, 1), (7, 7), (10, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"),
+    [
+        (1, 1),
+        (6, 2),
+        *[pytest.param(*pair, marks=pytest.mark.slow) for pair in ((5, 1), (7, 7), (10, 2))],
+    ],
+)
 @pytest.mark.parametrize(("dim", "v_dim"), [(1, 8), (40, 72), (96, 16), (192, 128), (80, 256)])
 def test_heads_and_dims(heads, kv_heads, dim, v_dim):
     allowed = torch.ones(33, 50, dtype=torch.bool).tril(17)

@@ -42,7 +42,7 @@ def by_formula(
 
 
 @pytest.mark.parametrize("kind", ["all in order", "padded", "one in order", "none in order"])
-@pytest.mark.parametrize("q_len", [LENGTH, 20])
+@pytest.mark.parametrize("q_len", [LENGTH, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MASKS)
 def test_results_and_gradients(name: str, q_len: int, kind: str) -> None:
     doc, mask = documents(kind), MASKS[name]
