@@ -122,13 +122,13 @@ def check_problem(problem: Problem, block: tuple[int, int], planner: str) -> Non
 small = shapes(most=60, batch=2, groups=(1, 2))
 
 
-@bounded(30, shrink=False)
+@bounded(15, shrink=False)
 @given(problems(small), tile_sizes)
 def test_random_masks(problem: Problem, block: tuple[int, int]) -> None:
     check_problem(problem, block, "exact")
 
 
-@bounded(15, shrink=False)
+@bounded(8, shrink=False)
 @given(problems(small), tile_sizes)
 def test_random_rules(problem: Problem, block: tuple[int, int]) -> None:
     check_problem(problem, block, "bounds")

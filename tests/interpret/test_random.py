@@ -85,7 +85,7 @@ small = shapes(most=100, batch=2, groups=(1, 2, 3))
 tiles = st.one_of(st.none(), tile_sizes)
 
 
-@bounded(40, shrink=False)
+@bounded(20, shrink=False)
 @given(scored_problems(small), tiles, head_dims, softcaps, sink_values)
 def test_random_masks_and_scores(
     drawn: tuple[Problem, Score], tile: Any, dims: Any, softcap: Any, sink: Any
@@ -93,7 +93,7 @@ def test_random_masks_and_scores(
     check_forward(*drawn, tile, dims, softcap, sink)
 
 
-@bounded(15, shrink=False)
+@bounded(8, shrink=False)
 @given(scored_problems(small), tiles, head_dims, softcaps, sink_values)
 def test_in_half_precision(
     drawn: tuple[Problem, Score], tile: Any, dims: Any, softcap: Any, sink: Any

@@ -22,13 +22,13 @@ def check(drawn: tuple[Problem, ScoreText], dtype: torch.dtype, tolerance: float
         raise
 
 
-@bounded(20, shrink=False)
+@bounded(10, shrink=False)
 @given(learning_problems(most=40))
 def test_in_double_precision(drawn: tuple[Problem, ScoreText]) -> None:
     check(drawn, torch.float64, 1e-9)
 
 
-@bounded(8, shrink=False)
+@bounded(5, shrink=False)
 @given(learning_problems(most=40, depth=2))
 def test_in_single_precision(drawn: tuple[Problem, ScoreText]) -> None:
     check(drawn, torch.float32, 2e-3)
