@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -192,15 +193,14 @@ class Attention:
         self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
     ) -> tuple[Known, Call]:
         """The checked call, and what is known of all like it. Raises FlashgenError."""
-        key = key_of(q, k, v, given, data)
-        known = self._calls.find(key)
-        if known is None:
-            arguments = dict(given)
-            storage = Storage.take(arguments)
-            call = self._check(q, k, v, **arguments, storage=storage, data=data)
-            return self._calls.keep(key, call, given, data), call
+        return self._checked(self._program, key_of(q, k, v, given, data), q, k, v, given, data)
+
+    def _checked(
+        self, program: Program, key: Any, q: Any, k: Any, v: Any, given: Any, data: Any, **more: Any
+    ) -> tuple[Known, Call]:
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
-        return known, known.again(text, q, k, v, given, data)
+        checked = functools.partial(check, program, text, q, k, v, data=data, **more)
+        return self._calls.checked(key, text, q, k, v, given, data, checked)
 
     def _as_operators(
         self,
@@ -272,16 +272,8 @@ class Attention:
             v = k
         key = key_of(q, k, v, given, data)
         key = None if key is None else ("schedule", key)
-        known = self._calls.find(key)
-        if known is not None:
-            text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
-            return known, known.again(text, q, k, v, given, data)
-        arguments = dict(given)
-        storage = Storage.take(arguments)
-        text = self._text(q, k, v, **arguments, **storage.given(), **data)
         scale = None if program.heads is None else 1.0
-        call = check(program, text, q, k, v, scale=scale, storage=storage, data=data, **arguments)
-        return self._calls.keep(key, call, given, data), call
+        return self._checked(program, key, q, k, v, given, data, scale=scale)
 
     def source(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
@@ -323,13 +315,9 @@ class Attention:
     def _check(
         self, q: Any, k: Any, v: Any, *, storage: Storage, data: dict[str, Any], **arguments: Any
     ) -> Call:
-        text = self._text(q, k, v, **arguments, **storage.given(), **data)
+        given = {**arguments, **storage.given(), **data}
+        text = CallText(self.name, {"q": q, "k": k, "v": v, **given})
         return check(self._program, text, q, k, v, storage=storage, data=data, **arguments)
-
-    def _text(self, q: Any, k: Any, v: Any, **arguments: Any) -> CallText:
-        """The call, for errors; refuses what isn't here yet. Raises FlashgenError."""
-        text = CallText(self.name, {"q": q, "k": k, "v": v, **arguments})
-        return text
 
     def _planned(
         self, call: Call, block: tuple[int, int], planner: Planner, key: Any, tapes: Tapes

@@ -91,13 +91,7 @@ class DirectLaunch:
                     storage.value = addresses[slot]
                 for one, slot in maps:
                     one.write(addresses[slot])
-                code = self._launch(stream)
-                if code == _INVALID_CONTEXT:
-                    # A thread in which nothing has used the device.
-                    torch.cuda.set_device(torch.cuda.current_device())
-                    code = self._launch(stream)
-            if code:
-                raise _failed("a kernel can't be launched", code)
+                _run(lambda: self._launch(stream), "a kernel can't be launched")
 
         return launch
 
@@ -159,12 +153,18 @@ class _Map:
 def clear(address: int, count: int, stream: Any) -> None:
     """Zero so many bytes of a GPU's memory, in a stream's order."""
     driver = _driver()
-    code = driver.cuMemsetD8Async(address, 0, count, stream)
+    _run(lambda: driver.cuMemsetD8Async(address, 0, count, stream), "memory can't be cleared")
+
+
+def _run(work: Callable[[], int], problem: str) -> None:
+    """Call the driver. Raises RuntimeError for a code that isn't 0."""
+    code = work()
     if code == _INVALID_CONTEXT:
+        # A thread in which nothing has used the device.
         torch.cuda.set_device(torch.cuda.current_device())
-        code = driver.cuMemsetD8Async(address, 0, count, stream)
+        code = work()
     if code:
-        raise _failed("memory can't be cleared", code)
+        raise _failed(problem, code)
 
 
 @functools.cache

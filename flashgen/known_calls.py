@@ -77,10 +77,28 @@ class KnownCalls:
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
 
-    def find(self, key: Any) -> Known | None:
-        return None if key is None else self._known.get(key)
+    def checked(
+        self,
+        key: Any,
+        text: CallText,
+        q: Any,
+        k: Any,
+        v: Any,
+        given: Mapping[str, Any],
+        data: Any,
+        check: Callable[..., Call],
+    ) -> tuple[Known, Call]:
+        """The call, by `check(storage=..., **arguments)` if none like it was checked before, and
+        what is known of those."""
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return known, known.again(text, q, k, v, given, data)
+        arguments = dict(given)
+        storage = Storage.take(arguments)
+        call = check(storage=storage, **arguments)
+        return self._keep(key, call, given, data), call
 
-    def keep(self, key: Any, call: Call, given: Mapping[str, Any], data: Any) -> Known:
+    def _keep(self, key: Any, call: Call, given: Mapping[str, Any], data: Any) -> Known:
         """Remember a checked call; tensors of the declaration itself stay, those given don't."""
         mine = {n: x for n, x in data.items() if isinstance(x, torch.Tensor)}
         read = call.bound.tensors

@@ -4,6 +4,7 @@ What a schema can't say, which tensor of a list is which, is in the `Form` that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 from ..call import Call, CallText, check
-from ..check_storage import Storage
 from ..config import config
 from ..decoding import choose_kernel, decode
 from ..geometry import Geometry, refuse_paged
@@ -240,13 +240,9 @@ def _call(
     del arguments["batch_invariant"]
     text = CallText(form.name, {"q": q, "k": k, "v": v, **arguments, **data})
     key = key_of(q, k, v, arguments, data)
-    known = form.calls.find(key)
-    if known is not None:
-        return known.again(text, q, k, v, arguments, data), known, tensors, rest
-    given = dict(arguments)
-    storage = Storage.take(given)
-    call = check(form, text, q, k, v, data=data, storage=storage, **given)
-    return call, form.calls.keep(key, call, arguments, data), tensors, rest
+    checked = functools.partial(check, form, text, q, k, v, data=data)
+    known, call = form.calls.checked(key, text, q, k, v, arguments, data, checked)
+    return call, known, tensors, rest
 
 
 def _scheduled(
