@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, emit_hopper, launch, launch_hopper, plan
-from .emit_plan import PlanModule
+from . import cache, emit, launch, plan
+from .emit import hopper_forward as emit_hopper
+from .emit.plan import PlanModule
 from .errors import FlashgenError
+from .launch import hopper_forward as launch_hopper
 from .order import with_tables
 from .spec import Spec
 from .tiling import Tiling, choose, target_of

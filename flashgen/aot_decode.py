@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from . import cache, emit, emit_decode, launch_decode, launch_hopper_latent
+from . import cache, emit
 from .aot import TARGETS, Compiled, _placeholders, compile_kernel
+from .emit import decode as emit_decode
+from .launch import decode as launch_decode
+from .launch import hopper_latent as launch_hopper_latent
 from .launch import key_parts
 from .spec import Spec
 from .tiling import target_of

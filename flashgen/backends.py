@@ -8,10 +8,12 @@ from typing import Literal
 
 import torch
 
-from . import launch, launch_hopper, launch_hopper_latent
+from . import launch
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
+from .launch import hopper_forward as launch_hopper
+from .launch import hopper_latent as launch_hopper_latent
 from .schedule import Schedule
 from .spec import MLA
 from .tiling import choose as tiling_of

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from . import launch_decode, launch_hopper_latent
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
 from .kernel_names import spell
+from .launch import decode as launch_decode
+from .launch import hopper_latent as launch_hopper_latent
 from .launch import precision_of
 from .schedule import Schedule
 from .tape import Tapes, layout_of

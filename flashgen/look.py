@@ -5,24 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from . import (
-    cache,
-    emit,
-    emit_decode,
-    launch,
-    launch_backward,
-    launch_decode,
-    launch_hopper,
-    launch_hopper_backward,
-    launch_hopper_latent,
-    plan,
-)
+from . import cache, emit, launch, plan
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
 from .decoding import Kernel, describe, on_hopper
-from .emit_backward import Wanted
+from .emit import decode as emit_decode
+from .emit.backward import Wanted
 from .kernel_names import spell
+from .launch import backward as launch_backward
+from .launch import decode as launch_decode
+from .launch import hopper_backward as launch_hopper_backward
+from .launch import hopper_forward as launch_hopper
+from .launch import hopper_latent as launch_hopper_latent
 from .model import Cost
 from .order import Ordered, ordered
 from .schedule import Schedule

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import cache, emit
-from .emit_decode import visiting
-from .emit_plan import PlanModule, plan_module
+from .emit.decode import visiting
+from .emit.plan import PlanModule, plan_module
 from .geometry import Geometry
 from .kernel_names import spell
 from .launch import data_values, key_parts, launch, position_values, variant_of

@@ -43,7 +43,7 @@ def test_gradients_take_the_ordinary_kernel():
 
 
 def test_some_more_queries_decode_where_a_gpu_would_be_idle(monkeypatch):
-    monkeypatch.setattr("flashgen.launch_decode.processors", lambda device: 132)
+    monkeypatch.setattr("flashgen.launch.decode.processors", lambda device: 132)
     assert kernel(40, kv_len=5000).decodes
     assert not kernel(40, kv_len=5000, batch=20).decodes
     assert not kernel(40, kv_len=5000, invariant=True).decodes

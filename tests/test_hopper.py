@@ -12,9 +12,11 @@ from cases import CASES
 from test_emit import AWKWARD, arguments, assigned, functions, read
 
 import flashgen as fg
-from flashgen import backends, emit, emit_hopper, launch, launch_hopper, masks
+from flashgen import backends, emit, launch, masks
+from flashgen.emit import hopper_forward as emit_hopper
 from flashgen.errors import FlashgenError
 from flashgen.kernel_names import spell
+from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.schedule import Schedule
 from flashgen.spec import Spec
 from flashgen.tiling import target_of

@@ -13,10 +13,10 @@ import flashgen as fg
 from flashgen import emit, look, masks
 from flashgen.backends import Choice
 from flashgen.decoding import Kernel
-from flashgen.emit_backward import Wanted
-from flashgen.emit_hopper_backward import hopper_backward, stages_of, width_of
+from flashgen.emit.backward import Wanted
+from flashgen.emit.hopper_backward import hopper_backward, stages_of, width_of
 from flashgen.kernel_names import spell
-from flashgen.launch_hopper_backward import obstacle
+from flashgen.launch.hopper_backward import obstacle
 
 HALF = torch.bfloat16
 

@@ -10,8 +10,9 @@ from cases import CASES
 from hopper_machine import Machine, Tiles
 
 import flashgen as fg
-from flashgen import hopper, launch, launch_hopper, masks
+from flashgen import hopper, launch, masks
 from flashgen.kernel_names import spell
+from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.tiling import target_of
 
 

@@ -14,8 +14,10 @@ from hopper_machine import Machine, Tiles
 from test_emit import AWKWARD, arguments, assigned, functions, read
 
 import flashgen as fg
-from flashgen import emit, hopper, launch, launch_decode, launch_hopper_latent, masks
+from flashgen import emit, hopper, launch, masks
 from flashgen.kernel_names import spell
+from flashgen.launch import decode as launch_decode
+from flashgen.launch import hopper_latent as launch_hopper_latent
 from flashgen.tiling import target_of
 from flashgen.tiling_decode import LATENT_TILE, Splits
 

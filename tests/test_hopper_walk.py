@@ -11,9 +11,10 @@ from cases import CASES
 from hopper_machine import Machine, Tiles
 
 import flashgen as fg
-from flashgen import hopper, launch, launch_hopper_backward, masks
+from flashgen import hopper, launch, masks
 from flashgen.kernel_names import spell
-from flashgen.launch_backward import _key_schedule
+from flashgen.launch import hopper_backward as launch_hopper_backward
+from flashgen.launch.backward import _key_schedule
 
 LOG2E = 1.4426950408889634
 

@@ -90,7 +90,7 @@ def _arguments(call: Call, keys: str) -> dict[str, Any]:
 
 
 def test_hopper_leaves_them_to_portable(launched: list[str]) -> None:
-    from flashgen.launch_hopper import obstacle
+    from flashgen.launch.hopper_forward import obstacle
 
     call, _ = call_of("causal", "packed")
     problem = obstacle(torch.device("cuda"), torch.bfloat16, geometry=call.geometry)

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import torch
 
-from .. import launch_backward
 from ..dropout import Dropout
 from ..expr import leaves
 from ..geometry import Geometry
+from ..launch import backward as launch_backward
 from ..schedule import Schedule
 from ..spec import Bound
 from .parts import Part, parts_of

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad as fwAD
 
 from ..errors import FlashgenError
 from ..geometry import refuse_paged
-from ..launch_backward import Saved
+from ..launch.backward import Saved
 from ..spec import Bound
 from .engine import Engine, Gradients, engine, no_autocast
 

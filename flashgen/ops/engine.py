@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .. import launch, launch_backward, launch_hopper
-from ..emit_backward import Wanted
+from .. import launch
+from ..emit.backward import Wanted
 from ..expr import leaves
 from ..geometry import Geometry
 from ..kernel_names import spell
-from ..launch_backward import Saved
+from ..launch import backward as launch_backward
+from ..launch import hopper_forward as launch_hopper
+from ..launch.backward import Saved
 from ..schedule import Schedule
 from ..spec import Bound
 from ..tape import Tapes

@@ -16,7 +16,7 @@ from ..config import config
 from ..decoding import choose_kernel, decode
 from ..geometry import Geometry, refuse_paged
 from ..known_calls import Known, key_of
-from ..launch_backward import Saved
+from ..launch.backward import Saved
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 import flashgen as fg
-from flashgen import emit, launch, launch_hopper, launch_hopper_backward, masks, plan
+from flashgen import emit, launch, masks, plan
 from flashgen.call import Call
-from flashgen.emit_hopper_backward import Module
-from flashgen.emit_plan import PlanModule
+from flashgen.emit.hopper_backward import Module
+from flashgen.emit.plan import PlanModule
 from flashgen.kernel_names import spell
+from flashgen.launch import hopper_backward as launch_hopper_backward
+from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.spec import Spec
 
 BATCH, HEADS, LENGTH = 2, 4, 96

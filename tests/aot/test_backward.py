@@ -10,8 +10,8 @@ import torch
 import flashgen as fg
 from flashgen import aot, cache, launch, masks
 from flashgen.emit import Variant
-from flashgen.emit_backward import Wanted
-from flashgen.launch_backward import generate, tilings
+from flashgen.emit.backward import Wanted
+from flashgen.launch.backward import generate, tilings
 from flashgen.order import with_tables
 from flashgen.spec import Spec
 from flashgen.tiling import target_of

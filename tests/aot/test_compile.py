@@ -12,8 +12,9 @@ import torch
 from golden_kernels import GOLDEN, HEADS, LENGTH, PLANS, Golden
 
 import flashgen as fg
-from flashgen import aot, emit, launch_hopper, masks, tiling
+from flashgen import aot, emit, masks, tiling
 from flashgen.aot import TARGETS, Compiled
+from flashgen.launch import hopper_forward as launch_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

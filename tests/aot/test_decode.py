@@ -13,10 +13,12 @@ from test_golden import kernel_file  # noqa: F401
 from triton import knobs
 
 import flashgen as fg
-from flashgen import emit, emit_decode, launch, launch_decode, masks, tiling
+from flashgen import emit, launch, masks, tiling
 from flashgen.aot import TARGETS, compiling_for
 from flashgen.aot_decode import blocks_for, compile_decode, compile_merge
+from flashgen.emit import decode as emit_decode
 from flashgen.kernel_names import spell
+from flashgen.launch import decode as launch_decode
 from flashgen.spec import Spec
 from flashgen.tiling_decode import Splits
 

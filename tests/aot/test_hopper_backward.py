@@ -9,8 +9,8 @@ import torch
 from golden_kernels import GOLDEN
 
 from flashgen import aot, cache, emit, hopper, launch
-from flashgen.emit_hopper_backward import stages_of, width_of
-from flashgen.launch_hopper_backward import BLOCK_M, BLOCK_N, generate
+from flashgen.emit.hopper_backward import stages_of, width_of
+from flashgen.launch.hopper_backward import BLOCK_M, BLOCK_N, generate
 from flashgen.spec import Spec
 from flashgen.tiling import Tiling
 

@@ -8,8 +8,10 @@ from test_decode import LENS, TABLE, Decoding
 from test_golden import kernel_file  # noqa: F401
 
 import flashgen as fg
-from flashgen import launch_decode, launch_hopper_latent, masks
+from flashgen import masks
 from flashgen.aot_decode import compile_decode, compile_hopper_latent
+from flashgen.launch import decode as launch_decode
+from flashgen.launch import hopper_latent as launch_hopper_latent
 
 LIMIT = 232448
 MLA = fg.MLA(rank=512, rope=64)

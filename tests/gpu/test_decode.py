@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import launch_decode, masks
+from flashgen import masks
+from flashgen.launch import decode as launch_decode
 from flashgen.tiling_decode import Splits
 
 pytestmark = pytest.mark.gpu

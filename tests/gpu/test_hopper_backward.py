@@ -10,7 +10,8 @@ import torch
 from gradient_checks import PICKED, check, dense, leaves
 
 import flashgen as fg
-from flashgen import launch_backward, masks
+from flashgen import masks
+from flashgen.launch import backward as launch_backward
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,8 @@ import torch
 from dense_checks import oracle, sdpa_error
 
 import flashgen as fg
-from flashgen import launch_decode, masks
+from flashgen import masks
+from flashgen.launch import decode as launch_decode
 from flashgen.tiling_decode import Splits
 
 pytestmark = [

@@ -436,7 +436,7 @@ def test_a_score_function_that_ignores_the_score(heads: int) -> None:
 
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that nobody wants launches no kernel, and the others don't change."""
-    from flashgen import launch_backward
+    from flashgen.launch import backward as launch_backward
 
     problem = Problem()
     expected = check(CAUSAL, problem, causal(70, 70))

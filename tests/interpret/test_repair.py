@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import launch_decode, launch_hopper_backward, masks
+from flashgen import masks
 from flashgen.kernel_names import spell
-from flashgen.launch_backward import Saved
+from flashgen.launch import decode as launch_decode
+from flashgen.launch import hopper_backward as launch_hopper_backward
+from flashgen.launch.backward import Saved
 from flashgen.ops.engine import engine
 from flashgen.tiling_decode import LATENT_TILE, Splits
 

@@ -14,7 +14,8 @@ from test_packed import check as check_packed
 from test_paged import check as check_paged
 
 import flashgen as fg
-from flashgen import launch_decode, masks
+from flashgen import masks
+from flashgen.launch import decode as launch_decode
 from flashgen.plan import plan
 from flashgen.schedule import classify
 from flashgen.tiling_decode import Splits

@@ -12,7 +12,7 @@ import torch
 
 import flashgen as fg
 from flashgen import emit, launch, masks
-from flashgen.emit_masks import Cut, MaskText, mask_text
+from flashgen.emit.mask_text import Cut, MaskText, mask_text
 from flashgen.kernel_names import spell
 from flashgen.order import with_tables
 from flashgen.spec import Mask, Spec

@@ -7,7 +7,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .emit import (
+from ..expr import Expr, leaves, walk
+from ..layout import tidy
+from ..lower import Lowered, isolate
+from ..spec import Spec
+from . import (
     STRIDES,
     Generated,
     Part,
@@ -24,10 +28,6 @@ from .emit import (
     parts_of,
     unaligned_pointers,
 )
-from .expr import Expr, leaves, walk
-from .layout import tidy
-from .lower import Lowered, isolate
-from .spec import Spec
 
 
 @dataclass(frozen=True)

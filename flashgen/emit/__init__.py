@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import jinja2
 
-from . import __version__
-from .bounds import tile_rule
-from .emit_masks import keep_by_key, mask_text
-from .expr import Expr, leaves
-from .layout import tidy as tidy
-from .lower import Lowered, lower
-from .lower.widths import size_name
-from .order import ordered, with_tables
-from .spec import Spec
+from .. import __version__
+from ..bounds import tile_rule
+from ..expr import Expr, leaves
+from ..layout import tidy as tidy
+from ..lower import Lowered, lower
+from ..lower.widths import size_name
+from ..order import ordered, with_tables
+from ..spec import Spec
+from .mask_text import keep_by_key, mask_text
 
 # Indices of the attention loop, as the kernels name them.
 INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")}

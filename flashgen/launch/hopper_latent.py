@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, emit_hopper_latent, launch, launch_decode
-from .geometry import Geometry
-from .launch_hopper import SHARED, unsupported
-from .schedule import Schedule
-from .spec import MLA, Bound, Spec
-from .tiling import Tiling
-from .tiling_decode import Blocks, power_of_two
+from .. import cache, emit, launch
+from ..emit import hopper_latent as emit_hopper_latent
+from ..geometry import Geometry
+from ..schedule import Schedule
+from ..spec import MLA, Bound, Spec
+from ..tiling import Tiling
+from ..tiling_decode import Blocks, power_of_two
+from . import decode as launch_decode
+from .hopper_forward import SHARED, unsupported
 
 # Rows of a program, keys of a tile; four warps are one warpgroup, and the kernel adds the others.
 BLOCK_M, BLOCK_N = 64, 64
@@ -44,7 +46,7 @@ def obstacle(
         return f"pages of {geometry.pages.size} are no multiple of {BLOCK_N}"
     if schedule is not None and schedule.block_size[1] % BLOCK_N:
         return f"tiles of {schedule.block_size[1]} keys are no multiple of {BLOCK_N}"
-    from . import hopper
+    from .. import hopper
 
     for name, x in (("q", q), ("kv", kv)):
         # What isn't contiguous along a row is copied first.
@@ -134,7 +136,7 @@ def constants_of(heads: MLA, blocks: Blocks, *, partial: bool) -> dict[str, Any]
 
 def descriptors(q: torch.Tensor, kv: torch.Tensor, heads: MLA, blocks: Blocks) -> dict[str, Any]:
     """TMA descriptors of half a latent row and of its positions, as the kernel names them."""
-    from . import hopper
+    from .. import hopper
 
     rows = (blocks.group, blocks.queries)
     return {

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .bounds import TileRule, tile_rule
-from .emit import (
+from ..bounds import TileRule, tile_rule
+from ..expr import Expr, cast, leaves
+from ..lower import Lowered, Widths, lower
+from ..spec import Spec
+from . import (
     INDEX_NAMES,
     Generated,
     Variant,
@@ -22,9 +25,6 @@ from .emit import (
     unaligned_pointers,
     used_in,
 )
-from .expr import Expr, cast, leaves
-from .lower import Lowered, Widths, lower
-from .spec import Spec
 
 TEMPLATE = "plan.py.j2"
 
@@ -253,7 +253,7 @@ def _spread_nan(summary: Summary, text: str) -> str:
 
 
 def _side_helpers(side: Side) -> frozenset[str]:
-    from .lower.spell import HELPERS
+    from ..lower.spell import HELPERS
 
     lines = "\n".join([*side.lines, *(s.value for s in side.summaries)])
     return frozenset(h for h in HELPERS if f"{h}(" in lines)

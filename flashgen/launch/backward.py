@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from . import cache, data_gradients, emit, launch_hopper_backward
-from .dropout import Dropout
-from .emit_backward import Module, Wanted, ignores_score
-from .emit_backward import backward as emit_backward
-from .geometry import Geometry
-from .launch import (
+from .. import cache, data_gradients, emit
+from ..dropout import Dropout
+from ..emit.backward import Module, Wanted, ignores_score
+from ..emit.backward import backward as emit_backward
+from ..geometry import Geometry
+from ..schedule import Schedule
+from ..spec import Bound, Spec
+from ..tiling import Target, Tiling, inside
+from . import (
     LOG2E,
     constants_of,
     current_target,
@@ -29,9 +32,7 @@ from .launch import (
     schedule_values,
     variant_of,
 )
-from .schedule import Schedule
-from .spec import Bound, Spec
-from .tiling import Target, Tiling, inside
+from . import hopper_backward as launch_hopper_backward
 
 _PREPARE = Tiling(64, 0, 4, 1)
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, emit_hopper, launch
-from .geometry import Geometry
-from .schedule import Schedule
-from .spec import Bound, Spec
-from .tiling import Target, Tiling, choose_for
+from .. import cache, emit, launch
+from ..emit import hopper_forward as emit_hopper
+from ..geometry import Geometry
+from ..schedule import Schedule
+from ..spec import Bound, Spec
+from ..tiling import Target, Tiling, choose_for
 
 BLOCK_M = 128
 
@@ -62,7 +63,7 @@ def obstacle(
         return "Hopper's kernels take dense tensors, not packed or paged ones"
     if not tensors:
         return ""
-    from . import hopper
+    from .. import hopper
 
     q, k, v = tensors
     dims = (q.shape[-1], v.shape[-1])
@@ -85,7 +86,7 @@ def unsupported(target: Target, dtype: torch.dtype) -> str:
     if (target.backend, target.arch) != ("cuda", "90"):
         return f"Hopper's kernels are for sm_90, and this is {target.backend} {target.arch}"
     try:
-        from . import hopper as hopper
+        from .. import hopper as hopper
     except (ImportError, AttributeError) as error:
         return f"this Triton's Gluon isn't known to flashgen ({error})"
     return ""
@@ -170,7 +171,7 @@ def descriptors(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, shape: Shape
 ) -> dict[str, Any]:
     """TMA descriptors of each part of the head dimensions, as the kernel names them."""
-    from . import hopper
+    from .. import hopper
 
     rows = {"q": 64, "k": shape.block_n, "v": shape.block_n, "out": 64}
     return {

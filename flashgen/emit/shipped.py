@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .emit_masks import needed
-from .spec import Spec
+from ..spec import Spec
+from .mask_text import needed
 
 Lines = tuple[str, ...]
 

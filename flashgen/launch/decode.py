@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, emit_decode
-from .geometry import Geometry
-from .launch import (
+from .. import cache, emit
+from ..emit import decode as emit_decode
+from ..geometry import Geometry
+from ..schedule import Schedule
+from ..spec import Bound, Spec
+from ..tiling import Tiling
+from ..tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
+from . import (
     LOG2E,
     alignment,
     current_target,
@@ -24,10 +29,6 @@ from .launch import (
     precision_of,
     variant_of,
 )
-from .schedule import Schedule
-from .spec import Bound, Spec
-from .tiling import Tiling
-from .tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
 
 MERGING = Tiling(0, 0, 4, 1)
 # Of the merging: splits that are read at once, and columns of a program.

@@ -6,7 +6,9 @@ import functools
 import re
 from typing import Any
 
-from .emit import (
+from ..expr import leaves
+from ..spec import Spec
+from . import (
     Generated,
     Part,
     Variant,
@@ -24,9 +26,7 @@ from .emit import (
     tidy,
     unaligned_pointers,
 )
-from .emit_masks import keep_by_key, mask_text
-from .expr import leaves
-from .spec import Spec
+from .mask_text import keep_by_key, mask_text
 
 SCHEDULE = ("counts", "runs")
 SCHEDULE_SIZES = (

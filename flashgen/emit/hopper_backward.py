@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .differentiate import ZERO
-from .emit import (
+from ..differentiate import ZERO
+from ..expr import Expr, const, leaves
+from ..layout import tidy
+from ..lower import Lowered, fewest
+from ..spec import Spec
+from . import (
     Variant,
     bare,
     data_arguments,
@@ -16,13 +20,9 @@ from .emit import (
     unaligned_pointers,
     used_in,
 )
-from .emit_backward import derivatives_of
-from .emit_masks import needed
-from .emit_shipped import Read, Shipped, ship
-from .expr import Expr, const, leaves
-from .layout import tidy
-from .lower import Lowered, fewest
-from .spec import Spec
+from .backward import derivatives_of
+from .mask_text import needed
+from .shipped import Read, Shipped, ship
 
 TEMPLATE = "hopper_backward.py.j2"
 

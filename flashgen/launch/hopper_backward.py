@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from . import cache, emit
-from .emit_backward import Wanted, ignores_score
-from .emit_hopper_backward import Module, hopper_backward, stages_of, width_of
-from .geometry import Geometry
-from .launch import key_parts, launch
-from .spec import Bound, Spec
-from .tiling import Tiling
+from .. import cache, emit
+from ..emit.backward import Wanted, ignores_score
+from ..emit.hopper_backward import Module, hopper_backward, stages_of, width_of
+from ..geometry import Geometry
+from ..spec import Bound, Spec
+from ..tiling import Tiling
+from . import key_parts, launch
 
 BLOCK_M, BLOCK_N = 64, 128
 # Four warps are one warpgroup; the kernel adds the others itself.
@@ -72,7 +72,7 @@ def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[
 
 def can_describe(tensors: Mapping[str, torch.Tensor]) -> str:
     """Why TMA can't address one of a call's tensors; empty if it can."""
-    from . import hopper
+    from .. import hopper
 
     found = ((name, hopper.can_describe(tensor)) for name, tensor in tensors.items())
     return next((f"{name} has {problem}" for name, problem in found if problem), "")
@@ -163,7 +163,7 @@ def _descriptors(
     variant: emit.Variant,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> dict[str, Any]:
-    from . import hopper
+    from .. import hopper
 
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     lse, delta = values["lse_log2_ptr"].reshape(-1), values["delta_ptr"].reshape(-1)

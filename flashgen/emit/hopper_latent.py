@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .emit import (
+from ..expr import leaves
+from ..layout import tidy
+from ..lower import isolate
+from ..spec import Spec
+from . import (
     Generated,
     Variant,
     bare,
@@ -16,12 +20,8 @@ from .emit import (
     score_arguments,
     unaligned_pointers,
 )
-from .emit_decode import SCHEDULE, SCHEDULE_SIZES
-from .emit_hopper import lower_by_key
-from .expr import leaves
-from .layout import tidy
-from .lower import isolate
-from .spec import Spec
+from .decode import SCHEDULE, SCHEDULE_SIZES
+from .hopper_forward import lower_by_key
 
 DESCRIPTORS = ("q_half_desc", "q_rope_desc", "k_half_desc", "k_rope_desc")
 # What a row of the block has of its own: heads lie beside queries.

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .expr import Expr, leaves
-from .lower import Lowered, fewest
-from .order import ordered
-from .spec import Spec
+from ..expr import Expr, leaves
+from ..lower import Lowered, fewest
+from ..order import ordered
+from ..spec import Spec
 
 
 @dataclass(frozen=True)

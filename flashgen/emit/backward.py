@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .differentiate import ZERO, Derivatives, differentiate
-from .emit import (
+from ..differentiate import ZERO, Derivatives, differentiate
+from ..expr import Expr, const, leaves, make
+from ..layout import tidy
+from ..lower import Lowered
+from ..order import with_tables
+from ..spec import Spec
+from . import (
     DROPOUT,
     Variant,
     bare,
@@ -20,12 +25,7 @@ from .emit import (
     unaligned_pointers,
     used_in,
 )
-from .emit_masks import MaskText, mask_text, needed
-from .expr import Expr, const, leaves, make
-from .layout import tidy
-from .lower import Lowered
-from .order import with_tables
-from .spec import Spec
+from .mask_text import MaskText, mask_text, needed
 
 TEMPLATE = "backward.py.j2"
 # Of a sum that `add_exactly` makes (templates/functions.j2): its 64-bit integers.
