@@ -23,6 +23,8 @@ import flashgen as fg
 ROOT = Path(__file__).parents[1]
 # Bytes, and one token more that stands for what is hidden.
 HIDDEN, VOCABULARY = 256, 257
+# Steps over which the learning rate grows to its height.
+WARM_UP = 8
 
 # (q, k, v) to out, all [B, H, S, D].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -98,6 +100,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.last = nn.LayerNorm(sizes.width)
         self.logits = nn.Linear(sizes.width, VOCABULARY)
+        for weight in (self.token.weight, self.position.weight, self.logits.weight):
+            nn.init.normal_(weight, std=0.02)  # logits start near 0: every byte equally likely
 
     def forward(self, batch: Batch, attend: Attend) -> torch.Tensor:
         x = self.token(batch.tokens) + self.position(batch.positions)
@@ -160,8 +164,9 @@ def race(
     return runs
 
 
-def _train(model: nn.Module, batches: list[Batch], attend_of: Any, loss_of: Any) -> Run:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def _train(model: Transformer, batches: list[Batch], attend_of: Any, loss_of: Any) -> Run:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3 * model.last.weight.numel() ** -0.5)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP, total_iters=WARM_UP - 1)
     run, device = Run(), batches[0].tokens.device
     start = 0.0
     for step, batch in enumerate(batches):
@@ -173,6 +178,7 @@ def _train(model: nn.Module, batches: list[Batch], attend_of: Any, loss_of: Any)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        warm_up.step()
         run.losses.append(loss.detach())
     _wait(device)
     run.losses = [loss.item() for loss in run.losses]

@@ -18,7 +18,9 @@ import flashgen as fg
 from flashgen import masks
 
 attend = fg.Attention(masks.shared_question)
-BETA = 0.1
+# Of an answer's mean over its tokens (as in SimPO, arXiv 2405.14734): sums over answers of 2048
+# tokens would be too far apart to learn from.
+BETA = 2.0
 
 
 def batches(sizes: Sizes) -> Iterator[Batch]:
@@ -50,7 +52,10 @@ def dpo_loss(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
         logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none"
     ).reshape_as(batch.targets)
     answer = batch.data["answer"]
-    better, worse = ((flat * (answer == number)).sum(1) for number in (1, 2))
+    learned = batch.targets >= 0
+    better, worse = (
+        (flat * here).sum(1) / here.sum(1) for here in (learned & (answer == n) for n in (1, 2))
+    )
     return -F.logsigmoid(BETA * (worse - better)).mean()
 
 
