@@ -167,13 +167,20 @@ Record = Buffer | Operation | View | Launch
 
 
 class Play:
-    """Does what was recorded on other tensors: `given` of them, then those made, `count` in all.
+    """Does what was recorded on other tensors of a device: `given` of them, then those made,
+    `count` in all.
 
     `results`: which of them are returned."""
 
     def __init__(
-        self, records: Sequence[Record], given: int, count: int, results: Sequence[int | None]
+        self,
+        records: Sequence[Record],
+        given: int,
+        count: int,
+        results: Sequence[int | None],
+        device: torch.device,
     ) -> None:
+        self._device = device
         self._blank, self._addresses = [None] * (count - given), [0] * count
         self._results = tuple(results)
         real = _real(records, results)
@@ -192,7 +199,7 @@ class Play:
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
         slots, addresses = [*tensors, *self._blank], self._addresses.copy()
-        device = next(x.device for x in tensors if x is not None)
+        device = self._device
         for slot in self._given:
             addresses[slot] = slots[slot].data_ptr()
         with on_device(device):

@@ -157,7 +157,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._is_sound or not all(x is None or id(x) in self._slots for x in results):
             return None
         slots = [None if x is None else self._slots[id(x)] for x in results]
-        return Play(self._records, self._given, len(self._held), slots)
+        # A schedule of a mask without data reads no tensor, and makes some.
+        device = next((x.device for x in self._held if x is not None), None)
+        if device is None:
+            return None
+        return Play(self._records, self._given, len(self._held), slots, device)
 
     def _fills(self, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """(place, slot) of each tensor. What is in no slot came from elsewhere."""

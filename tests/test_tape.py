@@ -73,6 +73,16 @@ def test_other_layouts_and_keys_are_other_records() -> None:
     assert work.times == 5
 
 
+def test_work_that_reads_no_tensor() -> None:
+    """Planning a mask without data: all it takes are numbers."""
+    tapes, work = Tapes(), Counted(lambda: (torch.arange(4).add_(3), torch.zeros(2)))
+    for _ in range(4):
+        numbers, zeros = work.run(tapes)
+        assert numbers.tolist() == [3, 4, 5, 6]
+        assert not zeros.any()
+    assert work.times == 2
+
+
 ELSEWHERE = torch.ones(3, 4)
 UNSOUND: dict[str, Callable[..., Any]] = {
     "the host reads": lambda x, y: (x + x.sum().item(),),

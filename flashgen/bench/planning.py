@@ -33,7 +33,7 @@ PEER, OURS = "create_block_mask", "flashgen"
 # Matrices of all pairs are read, not planned without them: the shortest length is enough.
 MATRICES = ("dense_table", "tree")
 # Seconds that compiling may take, and that a maker is timed for at least.
-PATIENCE, SHARE = 100.0, 0.02
+PATIENCE, SHARE = 150.0, 0.02
 WORKERS = 32
 # A mask at a length.
 Work = tuple[str, int]
@@ -131,9 +131,13 @@ def _work(works: Sequence[Work], rounds: int, gate: Any, lock: Any, results: Any
         _report(f"{name}, S={length}: left out, as compiling took {PATIENCE:.0f} s")
     with contextlib.suppress(threading.BrokenBarrierError):
         gate.wait(max(1.0, deadline - time.monotonic()))
-    with lock:
-        rows = [row for work, pair in makers.items() for row in _rows(*work, pair, rounds)]
-    results.put(rows)
+    rows: list[PlanRow] = []
+    try:
+        with lock:
+            for work, pair in makers.items():
+                rows += _rows(*work, pair, rounds)
+    finally:
+        results.put(rows)
 
 
 def _report(line: str) -> None:
