@@ -292,18 +292,19 @@ def classify(
             last = tl.min(tl.where((undecided > 0) & (tiles > last), tiles, kv_tiles), 0)
             kv_idx = last * TILE_N + tl.minimum(tl.arange(0, BLOCK_N), TILE_N - 1)[None, :]
             kv_idx = tl.minimum(kv_idx, kv_len - 1)
-            allowed_pairs = tl.zeros([16, BLOCK_N], tl.int32)
-            forbidden_pairs = tl.zeros([16, BLOCK_N], tl.int32)
-            for first in range(0, TILE_M, 16):
+            # Until a pair that attends and one that doesn't are found: most tiles end at once.
+            any_pair = 0
+            all_pairs = 1
+            first = 0
+            while (first < TILE_M) & ((first == 0) | (any_pair == all_pairs)):
                 q_idx = tl.minimum(q_low + first + tl.arange(0, 16)[:, None], q_high)
                 here = (kv_idx >= 0) & (q_idx <= q_high)
                 keep = here & allowed(
                     b, h, h_kv, q_idx, kv_idx, q_len, kv_len,
                 )
-                allowed_pairs |= keep.to(tl.int32)
-                forbidden_pairs |= (~keep).to(tl.int32)
-            any_pair = tl.max(tl.max(allowed_pairs, 1), 0)
-            all_pairs = 1 - tl.max(tl.max(forbidden_pairs, 1), 0)
+                any_pair |= tl.max(tl.max(keep.to(tl.int32), 1), 0)
+                all_pairs &= tl.min(tl.min(keep.to(tl.int32), 1), 0)
+                first += 16
             states = tl.where(tiles == last, any_pair + all_pairs, states)
     states_ptr += row.to(tl.int64) * kv_tiles
     tl.store(states_ptr + tiles, states.to(tl.int8), mask=tiles < kv_tiles)
