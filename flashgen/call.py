@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from . import transforms
 from .check_storage import (
     Storage,
     check_mix,
@@ -113,6 +114,8 @@ def check(
     elif v is None:
         raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
     check_mix(text, storage)
+    if transforms.are_active():
+        transforms.refuse_mapped(q, k, v, *storage.given().values(), *data.values())
     q, k, v = given = autocast(q, k, v)
     _check_inputs(text, q, k, v, storage)
     q, k, v = views(storage, *given)
@@ -257,7 +260,7 @@ def geometry_of(
             call=text,
             write="positions below 2^30 - 1: a smaller q_offset",
         )
-    return found
+    return transforms.bare_geometry(found) if transforms.are_active() else found
 
 
 def _longest_paged(

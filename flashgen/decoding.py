@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import transforms
 from .call import Call
 from .errors import FlashgenError
 from .geometry import Geometry
@@ -127,7 +128,9 @@ def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:
 
 
 def wants_gradient(call: Call) -> bool:
-    """Whether autograd will ask for a gradient of this call."""
+    """Whether autograd will ask for a gradient of this call, or a function transform may."""
+    if transforms.are_active():
+        return True
     if not torch.is_grad_enabled():
         return False
     inputs = (call.q, call.k, call.v, call.sinks, *call.bound.tensors.values())

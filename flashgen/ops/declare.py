@@ -54,6 +54,17 @@ def refuse_schedule(label: str) -> None:
 
 
 @_constant
+def refuse_transforms(label: str) -> None:
+    """A function transform around operators. Raises FlashgenError."""
+    raise FlashgenError(
+        "a function transform (torch.func) differentiates attention inside torch.compile or under "
+        "a dispatch mode, where it is an operator, and PyTorch has no rule for those",
+        call=Program.called(label).name,
+        write="torch.func.grad without torch.compile; or torch.autograd.grad, in or outside it",
+    )
+
+
+@_constant
 def declare(
     label: str,
     names: tuple[Any, ...],

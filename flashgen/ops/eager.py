@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad as fwAD
 
+from .. import transforms
 from ..errors import FlashgenError
 from ..geometry import refuse_paged
 from ..launch.backward import Saved
@@ -38,14 +39,14 @@ def attention(
     if not _is_watched(q, k, v, sinks, *data):
         with no_autocast(q.device):
             return made.forward(q, k, v, sinks, data)
-    function = _Transformed if torch._C._are_functorch_transforms_active() else _Attention
+    function = _Transformed if transforms.are_active() else _Attention
     out, lse = function.apply(made, q, k, v, sinks, *data)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 def _is_watched(*inputs: torch.Tensor | None) -> bool:
     """Whether autograd or a function transform wants to know of the call."""
-    if torch._C._are_functorch_transforms_active() or fwAD._current_level >= 0:
+    if transforms.are_active() or fwAD._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
@@ -55,10 +56,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def vmap(*_: Any) -> Any:
-        raise FlashgenError(
-            "attention is mapped by torch.vmap, for which it has no rule",
-            write="the mapped dimension as part of the batch B, or a loop over it",
-        )
+        raise transforms.mapped()
 
     @staticmethod
     def jvp(*_: Any) -> Any:
@@ -88,6 +86,7 @@ class _Attention(_Function):
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
         refuse_paged(ctx.made.geometry)
+        transforms.refuse_mapped(grad_out, grad_lse)
         given = (ctx.made, needed[1:], grad_out, grad_lse, *ctx.saved_tensors)
         # Only where the gradient gets a graph is there a use for a function, whose backward is an
         # error.

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import transforms
 from ..schedule import Schedule
 from ..spec import Program
 from . import library  # noqa: F401  (registers the operators)
-from .declare import constants_of, declare, names_of, refuse_schedule
+from .declare import constants_of, declare, names_of, refuse_schedule, refuse_transforms
 
 __all__ = ["attend", "refuse_schedule"]
 
@@ -64,6 +65,8 @@ def attend(
 
     `arguments` are those of `call.check`, `data` what the expressions read; `mask_program`
     decides schedules."""
+    if transforms.are_active():
+        refuse_transforms(program.label)
     call = _sort(arguments, data, constants_of(program.label))
     lists = 2 if _wants_gradient(q, k, v, *call.tensors.values(), *call.data.values()) else 1
     made_for, lengths = None, []

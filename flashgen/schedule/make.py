@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import transforms
 from ..errors import FlashgenError
 from ..expr import Env, evaluate
 from ..geometry import Geometry
@@ -33,8 +34,16 @@ def make_schedule(
         raise FlashgenError(
             f"there is no planner {planner!r}", call=call, write="auto, bounds or exact"
         )
+    if transforms.are_active():
+        bound = Bound(bound.spec, bound.scalars, transforms.bare_tensors(bound.tensors))
+    with transforms.outside():
+        return _made(bound, geometry, block, planner, tapes or Tapes())
+
+
+def _made(
+    bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, tapes: Tapes
+) -> Schedule:
     spec, runs = bound.spec, None
-    tapes = tapes or Tapes()
     if geometry.device.type == "cpu":
         states = classify(bound, geometry, block, planner)
     else:
