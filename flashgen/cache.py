@@ -86,7 +86,7 @@ def write(name: str, text: str, key_parts: tuple[str, ...]) -> Path:
     key = key_of(text, key_parts)
     header, body = _split(text)
     stamped = f"{header}# key: {key}\n# made for: {json.dumps(key_parts)}\n{body}"
-    file = f"{_sanitise(name)}_{key[:8]}.py"
+    file = _file(name, key)
     folder = config.cache_dir / __version__
     try:
         return _publish(folder / file, stamped, key)
@@ -94,10 +94,19 @@ def write(name: str, text: str, key_parts: tuple[str, ...]) -> Path:
         return _publish_privately(folder, error, file, stamped, key)
 
 
+def file_of(name: str, text: str, key_parts: tuple[str, ...]) -> str:
+    """The name of the file that `write` makes of this text."""
+    return _file(name, key_of(text, key_parts))
+
+
 def load(path: Path) -> ModuleType:
     """Import a file of the cache, once per process; raises DamagedFileError if it was changed."""
     path = path.absolute()
     return _load(path, _verified_key(path, _read(path)))
+
+
+def _file(name: str, key: str) -> str:
+    return f"{_sanitise(name)}_{key[:8]}.py"
 
 
 def key_of(text: str, key_parts: tuple[str, ...]) -> str:

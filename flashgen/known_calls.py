@@ -131,7 +131,7 @@ def key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[s
     if config.debug:
         return None
     device = q.device
-    parts: list[Any] = [device]
+    parts: list[Any] = [device, config.tune]
     for x in (q, k, v):
         if isinstance(x, torch.Tensor) and x.device == device:
             parts += (x.shape, x.stride(), x.dtype, place_of(x))

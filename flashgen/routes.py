@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import backends
+from . import backends, ops, tune
 from .call import Call
+from .config import config
 from .decoding import choose_kernel, wants_gradient
 from .known_calls import Known
-from .schedule.make import has_long_rows
+from .schedule.make import has_long_rows, make_schedule
 from .tiling_decode import LATENT_TILE, MOST_QUERIES
+
+# Tiles that tuning tries beside the kernel's own.
+_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ def route_of(
             how = choose_kernel(call, choice.name, asked=backend, invariant=invariant)
             decodes = how.decodes
         tile = tile_of(call, choice.name, invariant)
+        if not planned and not decodes and schedule is None and choice.name != "cpu":
+            tile = tune.tiles(*_tuned_as(call, choice.name), tile, _TILES, _timed(call, backend))
         return Route(choice.name, decodes, tile, kept_key(call, tile, "auto"))
 
     size = getattr(schedule, "block_size", None)
@@ -61,7 +68,42 @@ def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int
     long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
     name = "portable" if few else backend
     dims = (call.q.shape[-1], call.v.shape[-1])
-    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
+    found = None if few or backend == "cpu" else tune.tile_known(*_tuned_as(call, backend))
+    return found or backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
+
+
+def _tuned_as(call: Call, backend: str) -> tuple[str, torch.device]:
+    """What tuning calls the schedules of calls like this one, and where they run."""
+    spec, q = call.bound.spec, call.q
+    dims, dtype = f"d{q.shape[-1]}_{call.v.shape[-1]}", str(q.dtype).removeprefix("torch.")
+    trained = ", with gradients" if wants_gradient(call) else ""
+    return f"{spec.slug}_{spec.mask_digest[:8]}_{dims}, {dtype}, {backend}{trained}", q.device
+
+
+def _timed(call: Call, backend: str) -> Callable[[tuple[int, int]], Callable[[], Any]]:
+    """What runs the call on a schedule of a given tile, with gradients if they are wanted."""
+
+    def prepare(tile: tuple[int, int]) -> Callable[[], Any]:
+        schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text)
+        choice = backends.choose_for(backend, call, schedule)
+        grad = call.q.new_ones((*call.q.shape[:3], call.v.shape[-1]))
+        inputs = [x for x in (call.q, call.k, call.v) if x.requires_grad]
+
+        def run() -> None:
+            with config.override(tune="off"):
+                out, _ = ops.attention(
+                    *(call.q, call.k, call.v),
+                    backend=choice.name,
+                    bound=call.bound,
+                    sinks=call.sinks,
+                    **ops.arguments_of(call, schedule, False),
+                )
+                if inputs and torch.is_grad_enabled():
+                    torch.autograd.grad(out, inputs, grad)
+
+        return run
+
+    return prepare
 
 
 def kept_key(call: Call, block: tuple[int, int], planner: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, direct, emit, tape
+from .. import cache, direct, emit, tape, tune
 from ..config import config
 from ..dropout import Dropout
 from ..errors import FlashgenError
@@ -246,14 +246,30 @@ def forward(
     )  # fmt: skip
     values |= {**dropout_values(dropout), **range_values(bound.spec, schedule)}
     kernel, generated = _kernel(bound.spec, variant, key_parts())
-    target = current_target(q.device)
-    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
-    constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
-    if geometry.pages is not None:
-        constants["PAGE_SIZE"] = geometry.pages.size
-    programs = row_blocks(geometry, schedule, tiling) * geometry.heads
-    launch(kernel, generated.arguments, values, constants, tiling, programs)
+
+    def run(tiling: Tiling) -> None:
+        constants = constants_of(q, [q, k, v, out], tiling, schedule.block_size)
+        if geometry.pages is not None:
+            constants["PAGE_SIZE"] = geometry.pages.size
+        programs = row_blocks(geometry, schedule, tiling) * geometry.heads
+        launch(kernel, generated.arguments, values, constants, tiling, programs)
+
+    what = tuned_as(generated.name, generated.text, q.dtype)
+    default = default_tiling(q, v.shape[-1], schedule)
+    run(tune.blocks(what, q.device, default, schedule.block_size, run))
     return out, lse
+
+
+def default_tiling(q: torch.Tensor, v_head_dim: int, schedule: Schedule) -> Tiling:
+    """The blocks of the forward kernel where tuning has found no others."""
+    target = current_target(q.device)
+    return choose_for(target, q.dtype, q.shape[-1], v_head_dim, schedule.block_size)
+
+
+def tuned_as(name: str, text: str, dtype: torch.dtype) -> str:
+    """What tuning calls a kernel: as its file is called, and its inputs' dtype."""
+    stem = cache.file_of(name, text, key_parts()).removesuffix(".py")
+    return f"{stem}, {str(dtype).removeprefix('torch.')}"
 
 
 def positive_scale(

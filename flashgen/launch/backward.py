@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .. import cache, data_gradients, emit
+from .. import cache, data_gradients, emit, tune
+from ..config import config
 from ..dropout import Dropout
 from ..emit.backward import Module, Wanted, ignores_score
 from ..emit.backward import backward as emit_backward
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
-from ..tiling import Target, Tiling, inside
+from ..tiling import Tiling
+from ..tiling_backward import tilings
 from . import (
     LOG2E,
     constants_of,
@@ -30,6 +33,7 @@ from . import (
     range_values,
     row_blocks,
     schedule_values,
+    tuned_as,
     variant_of,
 )
 from . import hopper_backward as launch_hopper_backward
@@ -80,95 +84,6 @@ def _module(
 ) -> tuple[Any, Module]:
     made = generate(spec, variant, wanted, repairs)
     return cache.module(made.name, made.text, parts), made
-
-
-# (largest head dimension, pairs for the queries' and the keys' kernel from large to small): the
-# first pair inside a schedule's tiles is taken. Hopper's are measured, the others spill least.
-_Pair = tuple[Tiling, Tiling]
-_Table = tuple[tuple[int, tuple[_Pair, ...]], ...]
-_HOPPER: _Table = (
-    (
-        64,
-        (
-            (Tiling(64, 64, 4, 2), Tiling(128, 64, 4, 2)),
-            (Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3)),
-        ),
-    ),
-    (
-        128,
-        (
-            (Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
-            (Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 3)),
-        ),
-    ),
-    (256, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
-)
-_AMPERE: _Table = (
-    (64, ((Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 2)),)),
-    (128, ((Tiling(64, 32, 4, 2), Tiling(32, 64, 8, 2)),)),
-    (256, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
-)
-_HIP: _Table = (
-    (64, ((Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),)),
-    (128, ((Tiling(64, 32, 4, 1), Tiling(32, 64, 4, 1)),)),
-    (256, ((Tiling(32, 32, 4, 1), Tiling(32, 32, 4, 1)),)),
-)
-_INTERPRETED: _Table = ((256, ((Tiling(64, 64, 4, 1), Tiling(64, 64, 4, 1)),)),)
-_SINGLE: _Table = (
-    (64, ((Tiling(32, 32, 8, 1), Tiling(32, 32, 8, 1)),)),
-    (128, ((Tiling(16, 16, 8, 1), Tiling(16, 16, 4, 1)),)),
-    (256, ((Tiling(16, 16, 8, 1), Tiling(16, 16, 8, 1)),)),
-)
-
-
-@functools.lru_cache(maxsize=1024)
-def tilings(
-    target: Target,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    block_size: tuple[int, int],
-    has_score: bool = False,
-    per_pair: bool = False,
-) -> _Pair:
-    """The blocks of the two kernels on a schedule's tiles: (block_m queries, block_n keys) each.
-
-    A score function's derivative wants registers, and so does dropout: small blocks for them.
-    `per_pair`: the first kernel writes gradients of data for each pair, at addresses that take as
-    many as its products."""
-    queries, keys = _tilings(target, dtype, head_dim, v_head_dim, block_size, has_score)
-    if per_pair and target.backend != "interpret":
-        warps = 8 if target.backend == "cuda" else 4
-        queries = Tiling(min(queries.block_m, 64), min(queries.block_n, 32), warps, 1)
-    return queries, keys
-
-
-def _tilings(
-    target: Target,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    block_size: tuple[int, int],
-    has_score: bool,
-) -> _Pair:
-    table = _table(target, dtype)
-    widest = max(head_dim, v_head_dim)
-    pairs = next(pairs for most, pairs in table if widest <= most)
-    for pair in pairs[-1:] if has_score else pairs:
-        if all(inside(tiling, block_size) == tiling for tiling in pair):
-            return pair
-    by_query, by_key = pairs[-1]
-    return inside(by_query, block_size), inside(by_key, block_size)
-
-
-def _table(target: Target, dtype: torch.dtype) -> _Table:
-    if target.backend == "interpret":
-        return _INTERPRETED
-    if dtype.itemsize > 2:
-        return _SINGLE
-    if target.backend == "hip":
-        return _HIP
-    return _HOPPER if target.arch in ("90", "100", "103") else _AMPERE
 
 
 def backward(
@@ -389,27 +304,27 @@ class _Run:
 
     def by_query(self, grads: Gradients) -> None:
         """Gradients of the queries, and of data."""
-        tiling, geometry = self.tilings[0], self.geometry
+        geometry = self.geometry
         values = {**self.values, **schedule_values(self.schedule), "grad_q_ptr": grads.q}
         values["spoilt_ptr"] = self.spoilt.get("q")
         values |= {f"grad_{name}_ptr": grad for name, grad in grads.data.items()}
         results = [] if grads.q is None else [grads.q]
         if grads.q is not None:
             values |= _strides("dq", grads.q)
-        programs = row_blocks(geometry, self.schedule, tiling) * geometry.heads
-        constants = self._constants(tiling, results)
-        kernel = self.module.attention_backward_q
-        launch(kernel, self.made.queries, values, constants, tiling, programs)
+
+        def run(tiling: Tiling) -> None:
+            programs = row_blocks(geometry, self.schedule, tiling) * geometry.heads
+            constants = self._constants(tiling, results)
+            kernel = self.module.attention_backward_q
+            launch(kernel, self.made.queries, values, constants, tiling, programs)
+
+        self._run_tuned("queries", run, grads.data.values())
 
     def by_key(self, grads: Gradients) -> None:
         """Gradients of the keys and values."""
-        tiling, geometry = self.tilings[1], self.geometry
+        geometry = self.geometry
         values = {**self.values, **_key_schedule(self.schedule)}
-        blocks = math.ceil(geometry.kv_len / tiling.block_n) * geometry.batch
-        if geometry.packing is not None:
-            blocks = values["kv_rows"] * (self.schedule.block_size[1] // tiling.block_n)
-        programs = blocks * geometry.kv_heads
-        parts = 1 if self.spoilt else self._parts(programs)
+        parts = 1 if self.spoilt else self._parts(self._key_blocks(self.tilings[1]))
         values |= {"batch": geometry.batch, "members": geometry.group // parts}
         values["spoilt_ptr"] = self.spoilt.get("kv")
         results = []
@@ -421,12 +336,40 @@ class _Run:
                 result = grad if is_whole else self._partial(grad, parts)
                 values |= {f"grad_{name}_ptr": result, **_strides(f"d{name}", result)}
                 results.append((grad, result))
-        constants = self._constants(tiling, [result for _, result in results])
-        kernel = self.module.attention_backward_kv
-        launch(kernel, self.made.keys, values, constants, tiling, programs * parts)
+
+        def run(tiling: Tiling) -> None:
+            constants = self._constants(tiling, [result for _, result in results])
+            programs = self._key_blocks(tiling) * parts
+            kernel = self.module.attention_backward_kv
+            launch(kernel, self.made.keys, values, constants, tiling, programs)
+
+        self._run_tuned("keys", run)
         for grad, result in results:
             if result is not grad:
                 grad.copy_(result.view(parts, *grad.shape).sum(0))
+
+    def _key_blocks(self, tiling: Tiling) -> int:
+        """Blocks of keys of all sequences and heads."""
+        geometry, columns = self.geometry, tiling.block_n
+        blocks = math.ceil(geometry.kv_len / columns) * geometry.batch
+        if geometry.packing is not None:
+            rows = self.schedule.q_runs.counts.shape[2]
+            blocks = rows * (self.schedule.block_size[1] // columns)
+        return blocks * geometry.kv_heads
+
+    def _run_tuned(
+        self, kernel: str, run: Callable[[Tiling], None], added_to: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Run the `queries` or the `keys` kernel, with the blocks that tuning finds or found.
+
+        `added_to`: buffers that must be zeros again before it counts. A repair isn't tuned."""
+        tiling, size = self.tilings[kernel == "keys"], self.schedule.block_size
+        if not self.spoilt:
+            what = tuned_as(f"{self.made.name} {kernel}", self.made.text, self.saved.q.dtype)
+            tiling = tune.blocks(what, self.saved.q.device, tiling, size, run)
+            for buffer in added_to if config.tune != "off" else ():
+                buffer.zero_()
+        run(tiling)
 
     def _parts(self, programs: int) -> int:
         """Among how many programs the heads that share keys are divided, to fill the device."""
