@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from flashgen import api, bench, masks
-from flashgen.bench import cpu, decode, mask_functions, planning, table
+from flashgen.bench import cpu, decode, gpu, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
+from flashgen.bench.picture import picture
 from flashgen.call import CallText
 from flashgen.expr import walk
 from flashgen.spec import Mask
@@ -120,3 +122,40 @@ def test_rates_of_decoding_are_shown(
         "| 1 x 2 | flashgen | 500.0 | 4.00 | 1.00 | 2000 | 2.00 |",
         "| host | flashgen | 250.0 |  |  |  | 1.00 |",
     ]
+
+
+def test_rates_of_kernels_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2e12 operations forward in 4 ms are 500 TFLOP/s, 0.8 of a product's 625; 5e12 backward in 20
+    are 250."""
+    monkeypatch.setattr(gpu, "title", lambda: "where")
+    times = {"FlexAttention": Times(8.0, 40.0), "flashgen": Times(4.0, 20.0), "FA3": Times(5.0)}
+    rows = list(gpu.rows_with_rates(table.rows_of("D=64 S=8 a", times), 2e12, 625e12))
+    gpu.show(rows)
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "| D=64 S=8 a | FlexAttention | 8.000 | 250 | 0.40 | 1.00 | 40.000 | 125 | 0.20 | 1.00 |",
+        "| D=64 S=8 a | flashgen | 4.000 | 500 | 0.80 | 2.00 | 20.000 | 250 | 0.40 | 2.00 |",
+        "| D=64 S=8 a | FA3 | 5.000 | 400 | 0.64 | 1.60 |  |  |  |  |",
+    ]
+    assert gpu.summary(rows).startswith("D=64, geometric means: forward 2.000, least 2.000;")
+
+
+def test_work_is_chosen_by_name() -> None:
+    assert len(gpu.works("", (8192,))) == 20
+    found = gpu.works("D=128 S=2048 c", (2048, 8192))
+    assert [str(work) for work in found] == ["D=128 S=2048 causal", "D=128 S=2048 causal document"]
+    assert [work.batch for work in gpu.works("D=64", (2048, 65536))][::10] == [16, 1]
+    with pytest.raises(SystemExit):
+        bench.main(["cpu", "--only", "causal"])
+
+
+def test_a_picture_of_ratios(tmp_path: Path) -> None:
+    """A bar for each direction of each backend, as long as its ratio says."""
+    times = {"slow": Times(4.0, 8.0), "fast": Times(1.0, 4.0), "<forward>": Times(2.0)}
+    root = ElementTree.fromstring(picture(table.rows_of("work", times), "a & b"))
+    bars = [e for e in root.iter() if e.get("fill-opacity")]
+    widths = [float(bar.get("width", "")) for bar in bars]
+    assert [round(w / widths[0], 2) for w in widths] == [1, 1, 4, 2, 2]
+    texts = [e.text for e in root.iter() if e.tag.endswith("text")]
+    assert {"a & b", "<forward>", "4.00"} <= set(texts)

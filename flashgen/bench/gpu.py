@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -16,14 +17,23 @@ import torch
 from .. import api
 from ..errors import FlashgenError
 from .measure import Times, check_equal
-from .peers import dense_peers
-from .table import Row, print_table, rows_of
+from .peers import Peer, dense_peers
+from .table import Row, print_markdown, rows_of
+from .work import LENGTHS, SHAPES, TOKENS, Work, masks, works
 
-LENGTH, BATCH = 8192, 4
-SHAPES = ((128, 16), (64, 32))
-WINDOW, GLOBALS = 1024, 256
-# Head dimension, query heads, and the name of a mask.
-Work = tuple[int, int, str]
+# Operations of a backward, in those of a forward: five products for two.
+_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class GpuRow(Row):
+    """Also TFLOP/s of the pairs that attend, and their share of the rate of a matrix product that
+    was measured in the same run."""
+
+    forward_tflops: float
+    backward_tflops: float | None
+    forward_share: float
+    backward_share: float | None
 
 
 def title() -> str:
@@ -31,117 +41,127 @@ def title() -> str:
     import triton
 
     return (
-        f"B={BATCH}, S={LENGTH}, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"B={TOKENS} / S, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
         f"triton {triton.__version__}; schedules reused"
     )
 
 
-def masks(length: int, device: torch.device) -> dict[str, Any]:
-    """Ten masks as FlexAttention functions; both sides get the very same ones."""
-    generator = torch.Generator().manual_seed(0)
-    documents = max(4, length // 1024)
-    cuts = torch.randperm(length - 1, generator=generator)[: documents - 1].sort().values + 1
-    edges = torch.cat([torch.zeros(1, dtype=torch.long), cuts, torch.tensor([length])])
-    positions = torch.arange(length)
-    ids = torch.bucketize(positions, edges[1:], right=True)
-    start, end = edges[ids].int().to(device), edges[ids + 1].int().to(device)
-    doc, here = ids.int().to(device), positions.int().to(device)
-    prefix = start + (end - start) // 3
-    answer = ((here - prefix).clamp(min=0) * 3 // (end - prefix).clamp(min=1)).int()
-    question = here < prefix
-    uniform = torch.rand(length, generator=generator).to(device)
-    evicted = (here + 1 + (uniform * (length - here)).int()).int()
-    third = length // 3
-    return {
-        "full": None,
-        "causal": lambda b, h, q, k: q >= k,
-        "sliding window": lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
-        "document": lambda b, h, q, k: doc[q] == doc[k],
-        "causal document": lambda b, h, q, k: (doc[q] == doc[k]) & (q >= k),
-        "prefix LM": lambda b, h, q, k: (k < third) | (q >= k),
-        "prefix document": lambda b, h, q, k: (doc[q] == doc[k]) & ((k < prefix[k]) | (q >= k)),
-        "global + window": lambda b, h, q, k: (q >= k) & ((q - k < WINDOW) | (k < GLOBALS)),
-        "shared question": lambda b, h, q, k: (
-            (doc[q] == doc[k]) & (q >= k) & (question[k] | (answer[q] == answer[k]))
-        ),
-        "random eviction": lambda b, h, q, k: (q >= k) & (q < evicted[k]),
-    }
-
-
-def run(rounds: int) -> list[Row]:
+def run(rounds: int, only: str = "", lengths: Sequence[int] = LENGTHS) -> list[GpuRow]:
     """Forward and backward times, each row shown when it is there.
 
+    `only`: the part of the work whose name, `D=64 S=8192 causal`, contains this text.
     Raises AssertionError where results differ, after the others were measured."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
-    names = masks(16, torch.device("cpu"))
-    work = [(head_dim, heads, name) for head_dim, heads in SHAPES for name in names]
+    work = works(only, lengths)
+    if not work:
+        raise FlashgenError(f"no work is called so: {only}", write="--only 'D=128 S=8192 causal'")
     compile_ahead(work)
-    rows: list[Row] = []
+    rate = matmul_rate()
+    rows: list[GpuRow] = []
     failures: list[str] = []
-    for head_dim, heads, name in work:
+    for one in work:
         try:
-            times = _measure(head_dim, heads, name, rounds)
+            times = _measure(one, rounds)
         except AssertionError as error:
-            failures.append(f"D={head_dim} {name}: {error}")
+            failures.append(f"{one}: {error}")
             print(failures[-1], file=sys.stderr, flush=True)
             continue
-        for row in rows_of(f"D={head_dim} {name}", times):
+        for row in rows_with_rates(rows_of(str(one), times), one.flops(), rate):
             backward = "" if row.backward_ms is None else f"{row.backward_ms:8.3f}"
-            line = f"{row.work:24} {row.backend:16} {row.forward_ms:8.3f} {backward}"
+            line = f"{row.work:32} {row.backend:16} {row.forward_ms:8.3f} {backward}"
             print(line.rstrip(), file=sys.stderr, flush=True)
             rows.append(row)
     if failures:
-        print_table(rows, title())
+        show(rows)
         raise AssertionError("\n".join(failures))
     return rows
 
 
-def compile_ahead(work: list[Work]) -> None:
+def compile_ahead(work: Sequence[Work]) -> None:
     """Fill the caches on disk in parallel processes: compiling takes longer than measuring.
 
     What fails here fails again when it is measured, and is reported then."""
     count = min(12, os.cpu_count() or 1, len(work))
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        for done in [pool.submit(_run_once, *item) for item in work]:
+        for done in [pool.submit(_run_once, one) for one in work]:
             done.exception()
 
 
-def _run_once(head_dim: int, heads: int, name: str) -> None:
-    tensors = _tensors(head_dim, heads)
-    for attend in _sides(name, tensors).values():
+def _run_once(work: Work) -> None:
+    tensors = work.tensors()
+    for attend in _sides(work, tensors).values():
         attend(*tensors).sum().backward()
 
 
-def _tensors(head_dim: int, heads: int) -> list[torch.Tensor]:
-    shape = (BATCH, heads, LENGTH, head_dim)
-    return [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    ]
-
-
-def _sides(name: str, tensors: list[torch.Tensor]) -> dict[str, Callable[..., Any]]:
+def _sides(work: Work, tensors: list[torch.Tensor]) -> dict[str, Callable[..., Any]]:
     """FlexAttention and flashgen, with the same mask."""
-    mask = masks(LENGTH, tensors[0].device)[name]
+    mask = masks(work.length, tensors[0].device)[work.mask]
     return {"FlexAttention": flex_attention(mask, tensors), "flashgen": flashgen(mask, tensors)}
 
 
-def summary(rows: list[Row]) -> str:
+def matmul_rate() -> float:
+    """FLOP/s of a square product of bf16 matrices, as cuBLAS does it here."""
+    size = 8192
+    x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (1e-3 * milliseconds(lambda: x @ y))
+
+
+def rows_with_rates(rows: Iterable[Row], flops: float, rate: float) -> Iterator[GpuRow]:
+    """`flops` of a forward; `rate` of a matrix product, FLOP/s."""
+    for row in rows:
+        forward = flops / row.forward_ms / 1e9
+        backward = None if row.backward_ms is None else _BACKWARD * flops / row.backward_ms / 1e9
+        share = None if backward is None else backward / (rate / 1e12)
+        yield GpuRow(
+            *(row.work, row.backend, row.forward_ms, row.backward_ms, row.forward_ratio, row.ratio),
+            *(forward, backward, forward / (rate / 1e12), share),
+        )
+
+
+def show(rows: Sequence[GpuRow]) -> None:
+    """Print the rows as Markdown: ms, TFLOP/s, the share of a matrix product's rate, and how many
+    times as fast as the first backend, in both directions."""
+    print(f"{title()}\n")
+    one = ("ms", "TFLOP/s", "of matmul", "x")
+    bases: dict[str, GpuRow] = {}
+    lines = []
+    for row in rows:
+        base = bases.setdefault(row.work, row)
+        forward = _cells(row.forward_ms, row.forward_tflops, row.forward_share, base.forward_ms)
+        backward = _cells(
+            row.backward_ms, row.backward_tflops, row.backward_share, base.backward_ms
+        )
+        lines.append((row.work, row.backend, *forward, *backward))
+    print_markdown(("work", "backend", *one, *(f"backward {x}" for x in one)), lines)
+
+
+def _cells(
+    ms: float | None, tflops: float | None, share: float | None, base: float | None
+) -> tuple[str, str, str, str]:
+    if ms is None or tflops is None or share is None:
+        return "", "", "", ""
+    return f"{ms:.3f}", f"{tflops:.0f}", f"{share:.2f}", "" if base is None else f"{base / ms:.2f}"
+
+
+def summary(rows: Sequence[Row]) -> str:
     """How many times faster than FlexAttention flashgen is, for each head dimension: the geometric
     mean, and the least."""
     flex = {row.work: row for row in rows if row.backend == "FlexAttention"}
     lines = []
     for head_dim, _ in SHAPES:
-        ours = [r for r in rows if r.backend == "flashgen" and r.work.startswith(f"D={head_dim} ")]
-        forward = [flex[row.work].forward_ms / row.forward_ms for row in ours]
-        backward = [_backward(flex[row.work]) / _backward(row) for row in ours]
-        parts = [
-            f"{name} {statistics.geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
-            for name, ratios in (("forward", forward), ("backward", backward))
-            if ratios
+        pairs = [
+            (row, flex[row.work])
+            for row in rows
+            if row.backend == "flashgen" and row.work.startswith(f"D={head_dim} ")
         ]
-        lines.append(f"D={head_dim}, geometric means: {'; '.join(parts)}")
+        if pairs:
+            forward = [theirs.forward_ms / ours.forward_ms for ours, theirs in pairs]
+            backward = [
+                (theirs.backward_ms or 0) / (ours.backward_ms or 1) for ours, theirs in pairs
+            ]
+            parts = (_told("forward", forward), _told("backward", backward))
+            lines.append(f"D={head_dim}, geometric means: {'; '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -150,28 +170,40 @@ def _backward(row: Row) -> float:
     return row.backward_ms
 
 
-def _measure(head_dim: int, heads: int, name: str, rounds: int) -> dict[str, Times]:
-    """Medians of interleaved rounds, after outputs and gradients were found to agree; and the
-    forward of what else computes it."""
-    tensors = _tensors(head_dim, heads)
-    sides = _sides(name, tensors)
+def _told(direction: str, ratios: Sequence[float]) -> str:
+    mean = statistics.geometric_mean(ratios)
+    return f"{direction} {mean:.3f}, least {min(ratios):.3f}"
+
+
+def _measure(work: Work, rounds: int) -> dict[str, Times]:
+    """Medians of interleaved rounds, after outputs and gradients were found to agree; and what else
+    computes the same."""
+    tensors = work.tensors()
+    sides = _sides(work, tensors)
     grad = torch.randn_like(tensors[0])
     check_equal({n: partial(f, *tensors) for n, f in sides.items()}, tensors, grad, 4e-2)
-    forward: dict[str, list[float]] = {name: [] for name in sides}
-    backward: dict[str, list[float]] = {name: [] for name in sides}
+    peers: dict[str, Peer] = {}
+    if work.mask in ("full", "causal"):
+        peers = dense_peers(work.mask == "causal", tensors)
+    forwards: dict[str, Callable[[], Any]] = {n: partial(f, *tensors) for n, f in sides.items()}
+    forwards |= {name: peer.forward for name, peer in peers.items()}
+    trained = sides | {n: p.with_gradients for n, p in peers.items() if p.with_gradients}
+    forward: dict[str, list[float]] = {name: [] for name in forwards}
+    backward: dict[str, list[float]] = {name: [] for name in trained}
     for _ in range(rounds):
-        for side, attend in sides.items():
-            forward[side].append(milliseconds(partial(attend, *tensors)))
-            again = partial(torch.autograd.grad, attend(*tensors), tensors, grad, retain_graph=True)
-            backward[side].append(milliseconds(again))
-    times = {
-        side: Times(statistics.median(forward[side]), statistics.median(backward[side]))
-        for side in sides
+        for name, run_forward in forwards.items():
+            forward[name].append(milliseconds(run_forward))
+            if name in trained:
+                out = trained[name](*tensors)
+                again = partial(torch.autograd.grad, out, tensors, grad, retain_graph=True)
+                backward[name].append(milliseconds(again))
+    return {
+        name: Times(
+            statistics.median(forward[name]),
+            statistics.median(backward[name]) if name in backward else None,
+        )
+        for name in forwards
     }
-    if name in ("full", "causal"):
-        peers = dense_peers(name == "causal", tensors)
-        times |= {peer: Times(milliseconds(attend)) for peer, attend in peers.items()}
-    return times
 
 
 def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
