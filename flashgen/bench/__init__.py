@@ -15,7 +15,7 @@ __all__ = ["Row", "main", "print_table", "write_json"]
 
 # A benchmark is a module here with `run(rounds) -> list[Row]` and `title() -> str`; it may have a
 # `show(rows)` of its own, and a `summary(rows) -> str`.
-BENCHMARKS = ("cpu", "decode", "gpu", "order", "overhead", "planning")
+BENCHMARKS = ("cpu", "decode", "first", "gpu", "order", "overhead", "planning")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
