@@ -180,11 +180,11 @@ def compile_hopper_forward(
     shape: launch_hopper.Shape | None = None,
 ) -> Compiled:
     """Compile a spec's forward kernel of the Hopper family for sm_90."""
-    generated = emit_hopper.forward(spec, variant)
-    module = cache.module(generated.name, generated.text, launch.key_parts())
     shape = shape or launch_hopper.shape_for(variant.head_dim, variant.v_head_dim)
+    generated = emit_hopper.forward(spec, variant, groups=shape.groups)
+    module = cache.module(generated.name, generated.text, launch.key_parts())
     q, v = (torch.empty(1, 1, 16, d, dtype=dtype) for d in (variant.head_dim, variant.v_head_dim))
-    known = launch_hopper.descriptors(q, q, v, v, shape)
+    known = launch_hopper.descriptors(q, q, v, shape)
     values = [
         known.get(name, value)
         for name, value in zip(
@@ -246,6 +246,7 @@ def _placeholders(
         "q_offset_ptr": torch.int32,
         "lse_ptr": torch.float32,
         "spoilt_ptr": torch.int8,
+        "next_item_ptr": torch.int32,
         "sinks_ptr": torch.float32,
     }
     places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr")

@@ -123,10 +123,11 @@ def block_size(
     head_dim: int,
     v_head_dim: int,
     long_rows: bool,
+    q_len: int = 8192,
 ) -> tuple[int, int]:
-    """The tile that a backend's kernel works on."""
+    """The tile that a backend's kernel works on; `q_len`: where it is known."""
     if backend == "hopper":
-        return launch_hopper.BLOCK_M, launch_hopper.shape_for(head_dim, v_head_dim).block_n
+        return launch_hopper.tile_for(head_dim, v_head_dim, long_rows, q_len)
     target = launch.current_target(device)
     tiling = tiling_of(target, dtype, head_dim, v_head_dim, long_rows)
     return tiling.block_m, tiling.block_n

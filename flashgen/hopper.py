@@ -87,6 +87,17 @@ def operand(columns: int, warps: int = 4) -> Any:
     return gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2)
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def wide_rows(columns: int) -> Any:
+    """[64, n / 2] pairs: each thread has two neighbours of a row, and a quad of threads 32 bytes.
+
+    From an accumulator, half of them cross over to a thread's neighbour, by shuffles."""
+    across = [[0, 1 << bit] for bit in range(columns.bit_length() - 2)]
+    registers = [across[0], [8, 0], *across[3:]]
+    lanes = [across[2], across[1], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns // 2])
+
+
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -143,3 +154,73 @@ def _cannot_describe(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     if 0 in shape:
         return "no elements"
     return ""
+
+
+@gluon.jit
+def note(place, x):  # type: ignore[no-untyped-def]
+    """Write a number into shared memory."""
+    place.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + x)
+
+
+@gluon.jit
+def read(place):  # type: ignore[no-untyped-def]
+    """A number from shared memory."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def pack(p, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [m, n] as int32 [m, n / 2]: pairs of 16-bit floats, the left one low.
+
+    Carried through a loop as single 16-bit values, pairs would be put together at each use."""
+    left, right = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,r,r", [left, right], gl.int32, True, 1
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def unpack(pairs, dtype: gl.constexpr, columns: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The 16-bit floats that `pack` put together, as wgmma's first operand."""
+    left = pairs.to(gl.int16).to(dtype, bitcast=True)
+    right = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
+    whole = gl.join(left, right).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(whole, operand(columns))
+
+
+@gluon.jit
+def opaque(x):  # type: ignore[no-untyped-def]
+    """The same 32-bit numbers, which LLVM knows nothing of.
+
+    It would compare several keys at a time, and put the results together bit by bit."""
+    if x.dtype == gl.int32:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, True, 1)
+    if x.dtype == gl.float32:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+    return x
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def cross(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """What was read with one key a thread, where the scores need it."""
+    if x.dtype == gl.int1:
+        return opaque(gl.convert_layout(x.to(gl.int32), layout)) != 0
+    return opaque(gl.convert_layout(x, layout))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def store_rows(  # type: ignore[no-untyped-def]
+    pointer, x, rows, inside, dtype: gl.constexpr, first: gl.constexpr, width: gl.constexpr
+):
+    """Write an accumulator [64, n] as 16-bit floats into rows of `width` numbers, a multiple of 8.
+
+    `rows`: which ones, of those `inside`; `first`: the accumulator's first column there."""
+    layout: gl.constexpr = wide_rows(x.shape[1])
+    pairs = gl.convert_layout(pack(x, dtype), layout)
+    columns = first // 2 + gl.arange(0, x.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
+    places = gl.convert_layout(rows, gl.SliceLayout(1, layout))[:, None] * (width // 2) + columns
+    kept = gl.convert_layout(inside, gl.SliceLayout(1, layout))[:, None]
+    if first + x.shape[1] > width:
+        kept = kept & (columns < width // 2)
+    gl.store(pointer.to(gl.pointer_type(gl.int32), bitcast=True) + places, pairs, mask=kept)

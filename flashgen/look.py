@@ -110,7 +110,8 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
     if choice.name == "hopper":
         problem = _no_hopper_backward(call, schedule.block_size)
         backward = f"portable; {problem}" if problem else "hopper"
-        return f"{launch_hopper.shape_for(*dims, schedule.block_size[1])}\nbackward: {backward}"
+        rows, keys = schedule.block_size
+        return f"{launch_hopper.shape_for(*dims, keys, rows)}\nbackward: {backward}"
     target = launch.current_target(call.q.device)
     return str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
 

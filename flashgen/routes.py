@@ -69,7 +69,10 @@ def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int
     name = "portable" if few else backend
     dims = (call.q.shape[-1], call.v.shape[-1])
     found = None if few or backend == "cpu" else tune.tile_known(*_tuned_as(call, backend))
-    return found or backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows)
+    if found is not None:
+        return found
+    length = call.geometry.q_len
+    return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows, length)
 
 
 def _tuned_as(call: Call, backend: str) -> tuple[str, torch.device]:

@@ -206,6 +206,14 @@ def _add_quads(places: Pointer, values: torch.Tensor) -> None:
     _store(places + inner, values, add=True)
 
 
+def _store_rows(
+    pointer: Pointer, x: torch.Tensor, rows: Any, inside: Any, dtype: Any, first: int, width: int
+) -> None:
+    columns = first + torch.arange(x.shape[1])
+    kept = inside[:, None] & (columns < width)
+    _store(pointer + (rows[:, None] * width + columns), x.to(dtype), mask=kept)
+
+
 def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     a = a.data if isinstance(a, Shared) else a
     product = a.float() @ b.data.float()
@@ -319,7 +327,8 @@ class Machine:
             note=lambda place, x: place.data.fill_(int(x)),
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
-            PropagateNan=None, opaque=lambda x: x, cross=lambda x, layout: x,
+            store_rows=_store_rows, PropagateNan=None,
+            opaque=lambda x: x, cross=lambda x, layout: x,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

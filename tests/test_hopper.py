@@ -81,7 +81,7 @@ def test_data_of_a_row_is_read_once_and_of_a_key_once_a_tile() -> None:
     # For the first tile, and in the loop of cut tiles.
     assert loads.count("doc_q = gl.load") == 1
     assert loads.count("doc_kv = gl.load") == 2
-    assert body.count("doc_kv = gl.convert_layout(doc_kv, COLUMN)[None, :]") == 2
+    assert body.count("doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]") == 2
 
 
 def test_positions_alone_are_compared_where_the_scores_are() -> None:
@@ -97,7 +97,7 @@ def test_a_score_function_is_in_both_loops() -> None:
 
     body = body_of(text_of(bias, w=torch.zeros(64)), "consume")
     assert body.count("s = s + w_kv") == 3
-    assert body.count("w_kv = gl.convert_layout(w_kv, COLUMN)[None, :]") == 3
+    assert body.count("w_kv = hopper.cross(w_kv, COLUMN)[None, :]") == 3
 
 
 def test_text_depends_on_the_spec_alone() -> None:
@@ -115,9 +115,11 @@ DIMS = [(d, d) for d in range(8, 257, 8)] + [(192, 128)]
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_shapes_fit_shared_memory(dims: tuple[int, int], block_n: int | None) -> None:
     assert emit_hopper.covers(*dims)
-    shape = launch_hopper.shape_for(*dims, block_n)
+    rows = launch_hopper.ROWS[max(dims) <= 64]
+    shape = launch_hopper.shape_for(*dims, block_n, rows)
+    assert shape.block_m == rows
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in dims)
-    used = 128 * q_dim + shape.stages * shape.block_n * (q_dim + v_dim)
+    used = shape.buffers * rows * q_dim + shape.stages * shape.block_n * (q_dim + v_dim)
     assert shape.stages >= 2
     assert 2 * used + 2048 <= target_of("cuda", 90).shared
 
@@ -159,6 +161,13 @@ WHY_NOT: dict[str, tuple[dict[str, Any], str]] = {
     "expanded": ({"tensors": (X, X[:, :1].expand(-1, 4, -1, -1), X)}, "k has strides of 0"),
     "nothing": ({"tensors": (X[:, :, :0], X, X)}, "q has no elements"),
     "tiles": ({"schedule": schedule(64, 64)}, "don't work on tiles of 64 x 64"),
+    "tall": (
+        {
+            "schedule": schedule(192, 128),
+            "tensors": (X.expand(2, 4, 100, 64).repeat(1, 1, 1, 2),) * 3,
+        },
+        "don't work on tiles of 192 x 128",
+    ),
 }
 
 
@@ -172,7 +181,7 @@ def test_why_hopper_is_not_chosen(name: str, hopper: None) -> None:
         chosen("hopper", **changes)
 
 
-@pytest.mark.parametrize("block", [(128, 64), (128, 128)])
+@pytest.mark.parametrize("block", [(128, 64), (128, 128), (192, 128)])
 def test_schedules_that_fit(block: tuple[int, int], hopper: None) -> None:
     assert chosen(schedule=schedule(*block)).name == "hopper"
 
@@ -180,3 +189,11 @@ def test_schedules_that_fit(block: tuple[int, int], hopper: None) -> None:
 def test_other_gpus_are_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("hip", "gfx942"))
     assert "for sm_90, and this is hip gfx942" in chosen().why
+
+
+def test_tiles_are_tall_where_rows_are_long_and_heads_narrow(hopper: None) -> None:
+    def tile(head_dim: int, long_rows: bool, q_len: int = 8192) -> tuple[int, int]:
+        return backends.block_size("hopper", GPU, BF16, head_dim, head_dim, long_rows, q_len)
+
+    assert tile(64, True) == tile(40, True) == (192, 128)
+    assert tile(64, False) == tile(96, True) == tile(64, True, 256) == (128, 128)

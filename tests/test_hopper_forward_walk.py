@@ -15,6 +15,11 @@ from flashgen.kernel_names import spell
 from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.tiling import target_of
 
+PICKED = [
+    *CASES[::11],
+    *(case for case in CASES if case.id in ("prefix_document", "shared_question")),
+]
+
 
 def walk(
     monkeypatch: pytest.MonkeyPatch,
@@ -22,16 +27,17 @@ def walk(
     tensors: list[torch.Tensor],
     *,
     tile: tuple[int, int] = (128, 128),
+    processors: int = 3,
     **data: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, LSE and marks of the generated kernel."""
+    """Output, LSE and marks of the generated kernel, on a GPU of so many multiprocessors."""
     q, k, v = tensors
     call = attend._check_look(q, k, v, dict(data))
     planned = {name: x for name, x in data.items() if name not in ("scale", "sinks")}
     schedule = attend.schedule(q, k, v, block_size=tile, **planned)
     bound, geometry = spell(call.bound), call.geometry
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
-    machine = Machine(launch_hopper.generate(bound.spec, variant)[0].text)
+    machine = Machine(launch_hopper.generate(bound.spec, variant, tile[0] // 64)[0].text)
     spoilt: list[torch.Tensor] = []
 
     def run(kernel: Any, names: Any, values: Any, *rest: Any) -> None:
@@ -44,6 +50,7 @@ def walk(
     monkeypatch.setattr(launch_hopper, "_kernels", lambda *_: (machine.attention_forward, None))
     monkeypatch.setattr(launch, "launch", run)
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
     monkeypatch.setattr(hopper, "descriptor", Tiles)
     out, lse = launch_hopper.forward(
         q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=call.scale,
@@ -59,7 +66,7 @@ def inputs(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int) -> list[to
 def check(
     monkeypatch: pytest.MonkeyPatch, attend: Any, tensors: list[torch.Tensor], **data: Any
 ) -> None:
-    how = {name: data.pop(name) for name in ("tile",) if name in data}
+    how = {name: data.pop(name) for name in ("tile", "processors") if name in data}
     right, exact = attend(*tensors, backend="cpu", return_lse=True, **data)
     out, lse, spoilt = walk(monkeypatch, attend, tensors, **how, **data)
     assert not spoilt.any()
@@ -68,7 +75,7 @@ def check(
     torch.testing.assert_close(lse, exact.float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 40), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 72), (192, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (100, 300), (300, 140), (300, 300)], ids=str)
 def test_lengths(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], dims: tuple[int, int]
@@ -77,13 +84,18 @@ def test_lengths(
     check(monkeypatch, fg.Attention(masks.causal), tensors)
 
 
-def test_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [(128, 128), (192, 64)], ids=str)
+@pytest.mark.parametrize("processors", [1, 2, 5, 100])
+def test_programs_share_row_blocks(
+    monkeypatch: pytest.MonkeyPatch, processors: int, tile: tuple[int, int]
+) -> None:
     tensors = inputs(2, 4, 2, 400, 500, 64, 64)
-    check(monkeypatch, fg.Attention(masks.local(left=90, right=20)), tensors)
+    attend = fg.Attention(masks.local(left=90, right=20))
+    check(monkeypatch, attend, tensors, tile=tile, processors=processors)
 
 
-@pytest.mark.parametrize("tile", [(128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.id)
+@pytest.mark.parametrize("tile", [(128, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("case", PICKED, ids=lambda case: case.id)
 def test_masks(monkeypatch: pytest.MonkeyPatch, case: Any, tile: tuple[int, int]) -> None:
     B, H, S, T = 2, 2, 150, 290 if case.below_zero else 150
     data = case.build(B, H, S, T, torch.Generator().manual_seed(0))
@@ -100,6 +112,23 @@ def bent(score, h, q_idx, kv_idx, slope: fg.Tensor):
 def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(1, 2, 1, 300, 300, 64, 64)
     check(monkeypatch, bent, tensors, slope=torch.rand(2), sinks=torch.randn(2))
+
+
+@fg.attention(mask=masks.causal_document)
+def by_key(score, h, kv_idx, bias: fg.Tensor):  # type: ignore[no-untyped-def]
+    return score + bias[h, kv_idx]
+
+
+@pytest.mark.parametrize("length", [128, 333])
+def test_data_of_keys_where_programs_have_few_tiles(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Fewer turns than stages, so that the last one finds what nobody wrote."""
+    tensors = inputs(1, 4, 2, length, length, 64, 64)
+    data = {"doc": (torch.arange(length) // 50)[None], "bias": torch.randn(4, length)}
+    check(monkeypatch, by_key, tensors, processors=132, **data)
+    data.pop("bias")
+    check(monkeypatch, fg.Attention(masks.causal_document), tensors, processors=132, **data)
 
 
 def test_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:

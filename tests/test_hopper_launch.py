@@ -105,3 +105,15 @@ def test_deterministic_gradients_are_portable(launched: list[str]) -> None:
     launched.clear()
     torch.autograd.grad(out.sum(), tensors)
     assert launched == ["prepare_rows", "attention_backward_q", "attention_backward_kv"]
+
+
+def test_tall_tiles(launched: list[str]) -> None:
+    """Three warpgroups; the backward takes the same tiles."""
+    attention = fg.Attention(mask=masks.causal)
+    tensors = [torch.randn(1, 2, 400, 64).bfloat16().requires_grad_() for _ in range(3)]
+    call = attention._check_look(*tensors, {})
+    schedule = attention.schedule(*tensors, block_size=(192, 128))
+    out, _ = run(call, schedule)
+    torch.autograd.grad(out.sum(), tensors)
+    assert launched[:2] == ["attention_forward", "repair_rows"]
+    assert "attention_backward" in launched

@@ -150,9 +150,10 @@ def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, scale=-0.2)
 
 
-def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [192, 256])
+def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     tensors, grad = inputs(1, 2, 2, 520, 260, 128, 128)
-    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=256)
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=tile)
 
 
 def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
         by_range=not repairs,
     )
     score = lower_for([spec.score] if spec.score else [], spec, variant, mask.assigned)
-    arguments = [*(["spoilt_ptr"] if repairs else []), *attention_arguments(spec, variant)]
+    more = ["spoilt_ptr", "items: tl.int32"] if repairs else []
+    arguments = [*more, *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
     helpers |= {"pages"} if variant.keys == "paged" else set()
@@ -286,6 +287,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             header=header(given, command, by_range=not repairs),
             helpers=sorted(helpers),
             arguments=arguments,
+            bare_arguments=[bare(a) for a in arguments],
             unspecialized=[bare(a) for a in arguments if not is_pointer(a)],
             unaligned=unaligned_pointers(arguments, spec),
             aligned_strides=STRIDES,
@@ -337,7 +339,7 @@ _DERIVED = (
 )  # fmt: skip
 _CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
 _UNUSED = (
-    "counts", "spoilt_ptr", "sinks_ptr", "masked_width", "full_width", "heads", "group",
+    "counts", "spoilt_ptr", "items", "sinks_ptr", "masked_width", "full_width", "heads", "group",
     "kv_lens_ptr", "q_tiles", "total_q", "sequences_ptr", "cu_seqlens_q_ptr",
     "cu_seqlens_kv_ptr", "page_table_stride",
 )  # fmt: skip

@@ -18,7 +18,6 @@ from . import (
     Variant,
     attention_arguments,
     bare,
-    data_arguments,
     environment,
     full_score,
     header,
@@ -27,7 +26,9 @@ from . import (
     lower_for,
     parts_of,
     unaligned_pointers,
+    used_in,
 )
+from .flags import without_flags
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,17 @@ def covers(head_dim: int, v_head_dim: int) -> bool:
     return not (head_dim % 8 or v_head_dim % 8) and q_sizes[: len(v_sizes)] == v_sizes
 
 
-def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
-    """Hopper's forward kernel of a spec."""
-    isolated = None if spec.mask is None else isolate(spec.mask)
+def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2) -> Generated:
+    """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
+    isolated = None if spec.mask is None else without_flags(isolate(spec.mask))
     mask = lower_by_key(isolated, spec, variant, frozenset())
     score = lower_by_key(spec.score, spec, variant, mask.assigned)
     keep = mask.lowered.results[0] if mask.lowered.results else "kv_idx >= 0"
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
-    arguments = _arguments(spec, variant, _descriptors(q_parts, v_parts))
+    descriptors = _descriptors(q_parts, v_parts)
+    arguments = _arguments(spec, variant, descriptors)
+    buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
+    buffers += ["places", "notes", "q_ready", "q_free", "ready", "free"]
     called = mask.lowered.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     lines = "\n".join(line for made in (mask, score) for part in made.lines for line in part)
@@ -140,15 +144,29 @@ def forward(spec: Spec, variant: Variant, command: str = "") -> Generated:
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in indices,
-            **_partitions(spec, variant, q_parts, v_parts, indices),
+            uses_h_kv="h_kv" in indices,
+            v_head_dim=variant.v_head_dim,
+            outputs=[f"acc{part.number}" for part in v_parts],
+            groups=groups,
+            held=_holds_queries(q_parts, groups, bool(mask.crossing or score.crossing)),
+            names=[*map(bare, arguments), *buffers],
+            used_in=used_in,
         )
     )
     name = f"{kernel_name(spec, variant)}_hopper_fwd"
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
+def _holds_queries(q_parts: tuple[Part, ...], groups: int, crosses: bool) -> bool:
+    """Whether registers have room for queries beside the scores, the output and data of keys.
+
+    Products then read half as much shared memory, and the next queries can be copied at once."""
+    size = sum(part.size for part in q_parts)
+    return groups == 2 and size <= (64 if crosses else 128)
+
+
 def _descriptors(q_parts: tuple[Part, ...], v_parts: tuple[Part, ...]) -> list[str]:
-    parts = (("q", q_parts), ("k", q_parts), ("v", v_parts), ("out", v_parts))
+    parts = (("q", q_parts), ("k", q_parts), ("v", v_parts))
     return [f"{name}{part.number}_desc" for name, own in parts for part in own]
 
 
@@ -161,35 +179,7 @@ def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str
     """The kernel's arguments: descriptors in the place of pointers and strides."""
     known = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES)
     rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
-    return ["lse_ptr", "spoilt_ptr", *descriptors, *rest]
-
-
-_TILES = ("masked_runs", "full_runs", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile")
-
-
-def _partitions(
-    spec: Spec,
-    variant: Variant,
-    q_parts: tuple[Part, ...],
-    v_parts: tuple[Part, ...],
-    indices: frozenset[str],
-) -> dict[str, list[str]]:
-    """What the producer and the consumers take."""
-    descriptors = _descriptors(q_parts, v_parts)
-    buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors if d[0] != "o"]
-    ring = [*buffers, "q_ready", "ready", "free", *_TILES, "b", "h", "h_kv", "block"]
-    outputs = [d for d in descriptors if d[0] == "o"]
-    scaled = spec.score is not None or spec.softcap
-    values = ["lse_ptr", "spoilt_ptr", *(["sinks_ptr"] if spec.sinks else []), "q_len", "kv_len"]
-    values += ["q_offset"] if "q_idx" in indices else []
-    values += [*(["scale"] if scaled else []), "scale_log2"]
-    values += ["softcap"] if spec.softcap else []
-    values += [bare(a) for a in data_arguments(spec, variant)]
-    producer = [d for d in descriptors if d[0] != "o"] + ring
-    consumer = ["q0_desc", *outputs, *ring, *values]
-    return {
-        "producer_arguments": producer,
-        "producer_call": producer,
-        "consumer_arguments": consumer,
-        "consumer_call": consumer,
-    }
+    return [
+        "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", "items: tl.int32",
+        "last_heads: tl.int32", *rest
+    ]  # fmt: skip

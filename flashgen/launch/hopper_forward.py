@@ -17,9 +17,7 @@ from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Target, Tiling, choose_for
 
-BLOCK_M = 128
-
-
+ROWS = (128, 192)
 KEYS = (128, 64)
 # Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
 SHARED = 232448 - 2048
@@ -27,24 +25,47 @@ SHARED = 232448 - 2048
 
 @dataclass(frozen=True)
 class Shape:
-    """Keys of a tile, turns of the ring, registers of a consumer's thread."""
+    """Warpgroups of 64 rows, keys of a tile, turns of the ring, row blocks whose queries are there,
+    registers of a thread that multiplies, and of one that copies."""
 
+    groups: int
     block_n: int
     stages: int
-    registers: int = 240
+    buffers: int
+    registers: int
+    producer: int
+
+    @property
+    def block_m(self) -> int:
+        return 64 * self.groups
+
+
+def tile_for(head_dim: int, v_head_dim: int, long_rows: bool, q_len: int = 8192) -> tuple[int, int]:
+    """Queries and keys of a tile that Hopper's forward kernel works on.
+
+    Three warpgroups of narrow heads keep tensor cores and exponentials busy at the same time, but
+    their tiles are cut more often; rows that reach back to the first key don't mind."""
+    is_tall = long_rows and q_len > 256 and max(head_dim, v_head_dim) <= 64
+    return ROWS[is_tall], shape_for(head_dim, v_head_dim).block_n
 
 
 @functools.cache
-def shape_for(head_dim: int, v_head_dim: int, block_n: int | None = None) -> Shape:
-    """The blocks of Hopper's forward kernel; its tiles have 128 queries.
+def shape_for(
+    head_dim: int, v_head_dim: int, block_n: int | None = None, block_m: int = 128
+) -> Shape:
+    """The blocks of Hopper's forward kernel.
 
     As many stages as fit in shared memory beside the queries, at most four, and two at least.
     Keys of a tile: as asked for, or the most for which that fits."""
     if block_n is None:
-        return next(s for n in KEYS if (s := shape_for(head_dim, v_head_dim, n)).stages > 1)
+        shapes = (shape_for(head_dim, v_head_dim, n, block_m) for n in KEYS)
+        return next(s for s in shapes if s.stages > 1)
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
-    stage = 2 * block_n * (q_dim + v_dim)
-    return Shape(block_n, min(4, (SHARED - 2 * BLOCK_M * q_dim) // stage))
+    groups = block_m // 64
+    # Three warpgroups have no registers to hold queries; those of the next row block come early.
+    buffers, registers, producer = (2, 160, 32) if groups == 3 else (1, 232, 40)
+    left, stage = SHARED - 2 * buffers * block_m * q_dim, 2 * block_n * (q_dim + v_dim)
+    return Shape(groups, block_n, min(4, left // stage), buffers, registers, producer)
 
 
 def obstacle(
@@ -95,18 +116,25 @@ def unsupported(target: Target, dtype: torch.dtype) -> str:
 def _fits(schedule: Schedule, head_dim: int, v_head_dim: int) -> bool:
     """Whether the kernel works on a schedule's tiles."""
     rows, keys = schedule.block_size
-    return rows == BLOCK_M and keys in KEYS and shape_for(head_dim, v_head_dim, keys).stages > 1
+    if rows not in ROWS or keys not in KEYS or (rows > 128 and max(head_dim, v_head_dim) > 64):
+        return False
+    return shape_for(head_dim, v_head_dim, keys, rows).stages > 1
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant) -> tuple[emit.Generated, emit.Generated]:
+def generate(
+    spec: Spec, variant: emit.Variant, groups: int = 2
+) -> tuple[emit.Generated, emit.Generated]:
     """The texts of the forward kernel, and of the one that repairs its rows."""
-    return emit_hopper.forward(spec, variant), emit.forward(spec, variant, repairs=True)
+    forward = emit_hopper.forward(spec, variant, groups=groups)
+    return forward, emit.forward(spec, variant, repairs=True)
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernels(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
-    forward, repair = (cache.module(g.name, g.text, parts) for g in generate(spec, variant))
+def _kernels(
+    spec: Spec, variant: emit.Variant, groups: int, parts: tuple[str, ...]
+) -> tuple[Any, Any]:
+    forward, repair = (cache.module(g.name, g.text, parts) for g in generate(spec, variant, groups))
     return forward.attention_forward, repair.repair_rows
 
 
@@ -131,51 +159,69 @@ def forward(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     spoilt = torch.empty(q.shape[:3], dtype=torch.int8, device=q.device)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
-    shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1])
+    shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1], schedule.block_size[0])
+    heads = geometry.batch * geometry.heads
+    blocks, processors = math.ceil(geometry.q_len / shape.block_m), launch.multiprocessors(q.device)
     values = {
         **launch.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
             softcap=softcap, sinks=sinks,
         ),
-        **descriptors(q, k, v, out, shape),
+        **descriptors(q, k, v, shape),
         "spoilt_ptr": spoilt,
+        "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
+        "items": heads * blocks,
+        "last_heads": _last_heads(heads, geometry.group, blocks, processors),
     }  # fmt: skip
-    kernel, repair = _kernels(bound.spec, variant, launch.key_parts())
-    texts = generate(bound.spec, variant)
-    heads = geometry.batch * geometry.heads
-    programs = heads * math.ceil(geometry.q_len / BLOCK_M)
+    kernel, repair = _kernels(bound.spec, variant, shape.groups, launch.key_parts())
+    texts = generate(bound.spec, variant, shape.groups)
+    programs = min(values["items"], processors)
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
     target = launch.current_target(q.device)
     tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
-    programs = heads * math.ceil(geometry.q_len / tiling.block_m)
+    values["items"] = heads * math.ceil(geometry.q_len / tiling.block_m)
+    programs = math.ceil(values["items"] / _CHUNK)
+    constants["CHUNK"] = _CHUNK
     launch.launch(repair, texts[1].arguments, values, constants, tiling, programs)
     return out, lse
 
 
+def _last_heads(heads: int, group: int, blocks: int, processors: int) -> int:
+    """How many heads at the end work side by side; `group` of them share keys.
+
+    Under causal masks a head's row blocks have 1 to n tiles, the longest first. If its last one is
+    begun before its first one has ended, processors wait at the end. Heads side by side begin all
+    their long ones before; of so many they take 2n tiles' time."""
+    wanted = math.ceil(4 * processors / blocks)
+    return min(heads, math.ceil(wanted / group) * group)
+
+
+# Row blocks that a program looks at for rows to repair.
+_CHUNK = 32
 # Four warps are a consumer; the kernel adds the others itself.
-WARPS = Tiling(BLOCK_M, 0, 4, 1)
+WARPS = Tiling(0, 0, 4, 1)
 
 
 def constants_of(shape: Shape) -> dict[str, Any]:
     """The compile-time values of the kernel."""
     return {
-        "BLOCK_M": BLOCK_M,
+        "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
+        "BUFFERS": shape.buffers,
         "REGISTERS": shape.registers,
+        "PRODUCER": shape.producer,
     }
 
 
-def descriptors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, shape: Shape
-) -> dict[str, Any]:
+def descriptors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> dict[str, Any]:
     """TMA descriptors of each part of the head dimensions, as the kernel names them."""
     from .. import hopper
 
-    rows = {"q": 64, "k": shape.block_n, "v": shape.block_n, "out": 64}
+    rows = {"q": 64, "k": shape.block_n, "v": shape.block_n}
     return {
         f"{name}{part.number}_desc": hopper.descriptor(x, (rows[name], part.size))
-        for name, x in (("q", q), ("k", k), ("v", v), ("out", out))
+        for name, x in (("q", q), ("k", k), ("v", v))
         for part in emit.parts_of(x.shape[-1])
     }

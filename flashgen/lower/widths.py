@@ -105,7 +105,7 @@ class Widths:
         if node.op == "and" and (a >= 0 or b >= 0):
             return (0, a_high if b < 0 else b_high if a < 0 else min(a_high, b_high))
         if node.op in ("or", "xor", "and", "not"):
-            bits = max(abs(x).bit_length() for x in (a, a_high, b, b_high))
+            bits = max((x if x >= 0 else ~x).bit_length() for x in (a, a_high, b, b_high))
             return (0 if min(a, b) >= 0 and node.op != "not" else -(2**bits), 2**bits - 1)
         if node.op == "cast":
             return (0, 1) if node.args[0].kind == "bool" else INT32

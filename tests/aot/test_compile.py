@@ -183,9 +183,11 @@ def check_hopper(name: str, dtype: torch.dtype) -> None:
     scores = sum(part.size // 16 for part in q_parts)
     outputs = len(v_parts) * (shape.block_n // 16)
     assert count["HGMMA"] == 2 * ((1 + loops) * scores + (1 + loops) * outputs)
-    # Of queries for two warpgroups; of keys; of values in the loop and after it.
+    # Of queries for two warpgroups; of keys; of values in the loop and after it. A first turn that
+    # stands before the loop has its own.
     boxes = [sum(-(-part.size // 64) for part in parts) for parts in (q_parts, v_parts)]
-    assert count["UTMALDG"] == 3 * boxes[0] + 2 * boxes[1]
+    copies = 3 * boxes[0] + 2 * boxes[1]
+    assert count["UTMALDG"] in (copies, copies + boxes[0] + boxes[1])
 
 
 @pytest.mark.parametrize(
@@ -193,6 +195,17 @@ def check_hopper(name: str, dtype: torch.dtype) -> None:
 )
 def test_hopper_forward_kernels(name, dtype):
     check_hopper(name, dtype)
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "softcap_sinks"])
+def test_three_warpgroups_of_narrow_heads(name):
+    """Their registers are few: scores, weights, outputs, and little else."""
+    golden = GOLDEN[name]
+    shape = launch_hopper.shape_for(64, 64, 128, 192)
+    found = aot.compile_hopper_forward(golden.spec(), variant=golden.variant(), shape=shape)
+    assert found.registers == 128
+    assert found.spills_in_loops() == 0
+    assert not found.warnings
 
 
 @fg.attention(mask=masks.causal)

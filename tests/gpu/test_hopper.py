@@ -51,19 +51,41 @@ def test_masks_at_odd_sizes(case: Any, nan_filled_empty: None) -> None:
 def test_lengths_and_groups(
     lengths: tuple[int, int], heads: tuple[int, int], nan_filled_empty: None
 ) -> None:
-    """Rows that see nothing among them."""
-    tensors = inputs(2, *heads, *lengths, 128, 128, BF16)
+    """Rows that see nothing among them; in the last, more row blocks than multiprocessors."""
+    tensors = inputs(8, *heads, *lengths, 128, 128, BF16)
     check_against_sdpa(hopper(fg.Attention(mask=masks.causal)), tensors, causal(*lengths))
 
 
-def test_strides_and_shapes_of_tiles() -> None:
-    S = 517
+@pytest.mark.parametrize(
+    ("head_dim", "tile"), [(128, (128, 128)), (128, (128, 64)), (64, (192, 128)), (40, (192, 64))]
+)
+def test_strides_and_shapes_of_tiles(
+    head_dim: int, tile: tuple[int, int], nan_filled_empty: None
+) -> None:
+    S = 1717
     tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(
-        2, 4, 4, S, S, 128, 128, BF16)]  # fmt: skip
+        4, 6, 6, S, S, head_dim, head_dim, BF16)]  # fmt: skip
     attend = fg.Attention(mask=masks.causal)
-    for block in ((128, 128), (128, 64)):
-        schedule = attend.schedule(*tensors, block_size=block)
-        check_against_sdpa(hopper(attend), tensors, causal(S, S), schedule=schedule)
+    schedule = attend.schedule(*tensors, block_size=tile)
+    check_against_sdpa(hopper(attend), tensors, causal(S, S), schedule=schedule)
+
+
+def test_gradients_of_tall_tiles() -> None:
+    """Which both directions take."""
+    S = 700
+    tensors = [x.requires_grad_() for x in inputs(2, 4, 2, S, S, 64, 64, BF16)]
+    attend = fg.Attention(mask=masks.causal)
+    grad = torch.randn_like(tensors[0])
+    tall, low = (attend.schedule(*tensors, block_size=(n, 128)) for n in (192, 128))
+    assert attend.schedule(*tensors).block_size == (192, 128)
+    for schedule in (tall, low):
+        out = attend(*tensors, backend="hopper", schedule=schedule)
+        found = torch.autograd.grad(out, tensors, grad)
+        right = torch.autograd.grad(
+            attend(*tensors, backend="portable", schedule=low), tensors, grad
+        )
+        for x, exact in zip(found, right, strict=True):
+            torch.testing.assert_close(x, exact, rtol=2e-2, atol=2e-2)
 
 
 def test_what_lies_beyond_the_lengths_is_never_read() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import masks
+from flashgen import cache, emit, launch, masks
 from flashgen.kernel_names import spell
 from flashgen.launch import decode as launch_decode
 from flashgen.launch import hopper_backward as launch_hopper_backward
+from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.launch.backward import Saved
 from flashgen.ops.engine import engine
 from flashgen.tiling_decode import LATENT_TILE, Splits
@@ -83,3 +84,38 @@ def test_spoilt_latent_rows_alone_are_computed() -> None:
         else:
             assert (mine == MARK).all()
     assert right[0, :, 0, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [128, 192])
+def test_marked_rows_alone_are_computed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """More blocks of rows than one program looks at."""
+    B, H, S = 2, 5, 460
+    q, k, v = (torch.randn(B, h, S, 16) for h in (H, 1, 1))
+    attend = fg.Attention(mask=masks.causal)
+    right, _ = attend(q, k, v, backend="interpret", return_lse=True)
+    call = attend._check_look(q, k, v, {})
+    schedule = attend.schedule(q, k, v, block_size=(rows, 64))
+    lse = attend(q, k, v, backend="interpret", return_lse=True)[1]
+    flags = torch.rand(B, H, S) < 0.003
+    _, repair = launch_hopper.generate(spell(call.bound).spec, emit.Variant(16, 16), rows // 64)
+    module = cache.module(repair.name, repair.text, launch.key_parts())
+    run = launch.launch
+
+    def leave_marks(kernel: Any, names: Any, values: Any, *rest: Any) -> None:
+        if kernel is not None:
+            return run(kernel, names, values, *rest)
+        values["out_ptr"].fill_(MARK)
+        values["lse_ptr"].copy_(lse)
+        values["spoilt_ptr"].copy_(flags)
+
+    monkeypatch.setattr(launch, "launch", leave_marks)
+    monkeypatch.setattr(launch_hopper, "_kernels", lambda *_: (None, module.repair_rows))
+    monkeypatch.setattr(launch_hopper, "descriptors", lambda *_: {})
+    out, _ = launch_hopper.forward(
+        q, k, v, bound=spell(call.bound), geometry=call.geometry, schedule=schedule,
+        scale=call.scale,
+    )  # fmt: skip
+    torch.testing.assert_close(out[flags], right[flags])
+    kept = out == MARK
+    torch.testing.assert_close(out[~kept], right[~kept])
+    assert kept.float().mean() > 0.1

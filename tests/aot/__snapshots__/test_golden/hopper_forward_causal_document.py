@@ -20,150 +20,232 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
+def place(item, items, q_len, heads, group, last_heads, BLOCK_M: gl.constexpr):
+    """A row block, its batch element and its head.
+
+    Heads that share keys work on the same rows side by side, so that keys are read from memory
+    once; the last rows first, as under causal masks they are the longest. The last heads go side by
+    side, so that what is left at the end are short row blocks."""
+    blocks = gl.cdiv(q_len, BLOCK_M)
+    first_head = item // (group * blocks) * group
+    last_head = items // blocks - last_heads
+    side = gl.where(first_head < last_head, group, last_heads)
+    first_head = gl.minimum(first_head, last_head)
+    rank = item - first_head * blocks
+    head = first_head + rank % side
+    return blocks - 1 - rank // side, head // heads, head % heads
+
+
+@gluon.jit
 def produce(
-    q0_desc, k0_desc, v0_desc, q0_tiles, k0_tiles, v0_tiles, q_ready, ready, free, masked_runs,
-    full_runs, masked_tiles, full_tiles, ragged_tiles, ragged_tile, b, h, h_kv, block,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    q0_desc, k0_desc, v0_desc, next_item_ptr, items, last_heads, counts, masked_runs, full_runs,
+    schedule_stride_b, schedule_stride_h, masked_width, full_width, heads, group, q_len, kv_len,
+    q0_tiles, k0_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
-    """One warp copies: queries once, then the keys of a tile with the values of the one before."""
-    for half in gl.static_range(2):
-        hopper.mbarrier.expect(q_ready.index(half), q0_desc.block_type.nbytes)
-        hopper.load_tile(
-            q0_desc, [b, h, block * BLOCK_M + half * 64, 0], q_ready.index(half),
-            q0_tiles.index(half),
-        )
+    """One warp copies: queries, then the keys of a tile with the values of the one before."""
     turn = 0
+    round = 0
     last_key = 0
-    for part in range(3):
-        tiles = gl.where(part == 2, full_tiles, masked_tiles)
-        runs = gl.where(part == 2, full_runs, masked_runs)
-        tile = gl.load(runs)
-        end = gl.load(runs + 1)
-        next_tile = gl.load(runs + 2)
-        next_end = gl.load(runs + 3)
-        if part == 0:
-            tiles = ragged_tiles
-            tile = ragged_tile
-            end = -1
-        for _ in range(tiles):
-            first_key = tile * BLOCK_N
-            slot = turn % STAGES
-            hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
-            hopper.mbarrier.expect(ready.index(slot), k0_desc.block_type.nbytes, pred=turn == 0)
-            hopper.mbarrier.expect(
-                ready.index(slot), k0_desc.block_type.nbytes + v0_desc.block_type.nbytes,
-                pred=turn > 0,
-            )
-            hopper.load_tile(
-                k0_desc, [b, h_kv, first_key, 0], ready.index(slot), k0_tiles.index(slot)
-            )
-            hopper.load_tile(
-                v0_desc, [b, h_kv, last_key, 0], ready.index(slot), v0_tiles.index(slot),
-                pred=turn > 0,
-            )
-            last_key = first_key
-            turn += 1
-            tile += 1
-            is_last = tile == end
-            tile = gl.where(is_last, next_tile, tile)
-            end = gl.where(is_last, next_end, end)
-            runs += gl.where(is_last, 2, 0)
-            next_tile = gl.load(runs + 2)
-            next_end = gl.load(runs + 3)
+    last_b = 0
+    last_h_kv = 0
+    item = gl.program_id(0)
+    while item < items:
+        next_item = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+        block, b, h = place(item, items, q_len, heads, group, last_heads, BLOCK_M)
+        h_kv = h // group
+        schedule_row = b * schedule_stride_b + h * schedule_stride_h + block
+        masked_row = masked_runs + schedule_row * (2 * masked_width)
+        full_row = full_runs + schedule_row * (2 * full_width)
+        masked_tiles = gl.load(counts + 3 * schedule_row)
+        full_tiles = gl.load(counts + 3 * schedule_row + 1)
+        ragged_tiles = gl.load(counts + 3 * schedule_row + 2)
+        masked_tile = gl.load(masked_row)
+        masked_end = gl.load(masked_row + 1)
+        full_tile = gl.load(full_row)
+        full_end = gl.load(full_row + 1)
+        masked_next = gl.load(masked_row + 2)
+        masked_next_end = gl.load(masked_row + 3)
+        full_next = gl.load(full_row + 2)
+        full_next_end = gl.load(full_row + 3)
+        ragged_tile = kv_len // BLOCK_N
+        # Rows that see nothing look at the first tile, all masked: there is always a first one.
+        if masked_tiles + full_tiles + ragged_tiles == 0:
+            ragged_tiles = 1
+            ragged_tile = 0
+
+        is_first = True
+        for part in range(3):
+            tiles = gl.where(part == 0, ragged_tiles, gl.where(part == 1, masked_tiles, full_tiles))
+            tile = gl.where(part == 0, ragged_tile, gl.where(part == 1, masked_tile, full_tile))
+            end = gl.where(part == 1, masked_end, full_end)
+            next_tile = gl.where(part == 1, masked_next, full_next)
+            next_end = gl.where(part == 1, masked_next_end, full_next_end)
+            runs = gl.where(part == 1, masked_row, full_row)
+            for _ in range(tiles):
+                first_key = tile * BLOCK_N
+                slot = turn % STAGES
+                hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+                hopper.note(places.index(slot), tile)
+                hopper.mbarrier.expect(ready.index(slot), k0_desc.block_type.nbytes, pred=turn == 0)
+                hopper.mbarrier.expect(
+                    ready.index(slot), k0_desc.block_type.nbytes + v0_desc.block_type.nbytes,
+                    pred=turn > 0,
+                )
+                hopper.load_tile(
+                    k0_desc, [b, h_kv, first_key, 0], ready.index(slot), k0_tiles.index(slot)
+                )
+                hopper.load_tile(
+                    v0_desc, [last_b, last_h_kv, last_key, 0], ready.index(slot),
+                    v0_tiles.index(slot), pred=turn > 0,
+                )
+                if is_first:
+                    for half in gl.static_range(2):
+                        own = round % BUFFERS * 2 + half
+                        hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
+                        hopper.note(notes.index(own * 8), ragged_tiles)
+                        hopper.note(notes.index(own * 8 + 1), masked_tiles)
+                        hopper.note(notes.index(own * 8 + 2), full_tiles)
+                        hopper.note(notes.index(own * 8 + 3), block)
+                        hopper.note(notes.index(own * 8 + 4), b)
+                        hopper.note(notes.index(own * 8 + 5), h)
+                        hopper.mbarrier.expect(q_ready.index(own), q0_desc.block_type.nbytes)
+                        hopper.load_tile(
+                            q0_desc, [b, h, block * BLOCK_M + half * 64, 0], q_ready.index(own),
+                            q0_tiles.index(own),
+                        )
+                is_first = False
+                last_key = first_key
+                last_b = b
+                last_h_kv = h_kv
+                turn += 1
+                tile += 1
+                is_last = tile == end
+                tile = gl.where(is_last, next_tile, tile)
+                end = gl.where(is_last, next_end, end)
+                runs += gl.where(is_last, 2, 0)
+                next_tile = gl.load(runs + 2)
+                next_end = gl.load(runs + 3)
+        round += 1
+        item = next_item
+
+    # The last values, and word that no row block follows. Whoever computes its scores nevertheless
+    # reads data of keys that there are.
     slot = turn % STAGES
     hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+    hopper.note(places.index(slot), 0)
     hopper.mbarrier.expect(ready.index(slot), v0_desc.block_type.nbytes)
-    hopper.load_tile(v0_desc, [b, h_kv, last_key, 0], ready.index(slot), v0_tiles.index(slot))
+    hopper.load_tile(
+        v0_desc, [last_b, last_h_kv, last_key, 0], ready.index(slot), v0_tiles.index(slot)
+    )
+    for half in gl.static_range(2):
+        own = round % BUFFERS * 2 + half
+        hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
+        hopper.note(notes.index(own * 8), 0)
+        hopper.note(notes.index(own * 8 + 1), 0)
+        hopper.note(notes.index(own * 8 + 2), 0)
+        hopper.note(notes.index(own * 8 + 3), -1)
+        hopper.note(notes.index(own * 8 + 4), 0)
+        hopper.note(notes.index(own * 8 + 5), 0)
+        hopper.mbarrier.arrive(q_ready.index(own), count=1)
+
+
+@gluon.jit
+def finish(
+    HALF: gl.constexpr, ROW: gl.constexpr, DTYPE: gl.constexpr,
+    block, b, h, m, l, acc0,
+    out_ptr, lse_ptr, spoilt_ptr, heads, q_len,
+    BLOCK_M: gl.constexpr,
+):
+    """Outputs and LSE of 64 rows."""
+    row = block * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
+    at = (b * heads + h).to(gl.int64) * q_len + row
+    # A row without keys: l is 0, the output 0 and the LSE -inf.
+    divisor = gl.where(l == 0.0, 1.0, l)
+    gl.store(lse_ptr + at, (m + gl.log2(divisor)) * LN2, mask=row < q_len)
+    acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+    # 0 x inf and 0 x NaN are NaN.
+    zero = gl.zeros([64], FLOAT, ROW)
+    zero += gl.convert_layout(gl.sum(acc0 * 0.0, 1), ROW)
+    gl.store(spoilt_ptr + at, (zero != 0.0).to(gl.int8), mask=row < q_len)
+    hopper.store_rows(out_ptr, acc0, at, row < q_len, DTYPE, 0, 128)
 
 
 @gluon.jit
 def consume(
     HALF: gl.constexpr,
-    q0_desc, out0_desc, q0_tiles, k0_tiles, v0_tiles, q_ready, ready, free, masked_runs, full_runs,
-    masked_tiles, full_tiles, ragged_tiles, ragged_tile, b, h, h_kv, block, lse_ptr, spoilt_ptr,
-    q_len, kv_len, q_offset, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
-    doc_stride_1,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2, doc_ptr,
+    doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, k0_tiles, v0_tiles, places, notes, q_ready,
+    q_free, ready, free,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
-    """A warpgroup: 64 rows, from their first scores to their outputs."""
+    """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
     SCORES: gl.constexpr = hopper.accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = q0_desc.dtype
-    row = block * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
     columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
     lanes = gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
-    q_idx = row[:, None] + q_offset
-    doc_q_at = gl.minimum(gl.maximum(q_idx, 0), doc_size_1 - 1)
-    doc_q = gl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
-    doc_row = doc_ptr + b * doc_stride_0
     m = gl.full([64], float("-inf"), FLOAT, ROW)
     l = gl.zeros([64], FLOAT, ROW)
+    p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-    hopper.mbarrier.wait(q_ready.index(HALF), 0)
-    q0 = q0_tiles.index(HALF).reshape([64, 128])
-
-    # The first tile, whichever kind it is, is masked; the ragged one comes first if there is one.
-    first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
-    first_full = 1 - ragged_tiles - first_masked
-    first_tile = ragged_tile
-    if first_masked > 0:
-        first_tile = gl.load(masked_runs)
-    if first_full > 0:
-        first_tile = gl.load(full_runs)
-    slot = 0
-    hopper.mbarrier.wait(ready.index(slot), 0)
-    s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
-    keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
-    s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
-    first_key = first_tile * BLOCK_N
-    kv_idx = first_key + lanes
-    doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
-    doc_kv = gl.load(doc_row + doc_kv_at * doc_stride_1)
-    doc_kv = gl.convert_layout(doc_kv, COLUMN)[None, :]
-    kv_idx = first_key + columns
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    hopper.mbarrier.arrive(free.index(slot), count=1)
-    keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
-    s = gl.where(keep, s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale_log2 - m_safe[:, None])
-    alpha = gl.exp2(m - m_safe)
-    l = l * alpha + gl.sum(p, 1)
-    m = m_new
-    p = gl.convert_layout(p.to(DTYPE), hopper.operand(128))
-    turn = 1
-
-    # Tiles that the mask cuts.
-    runs = masked_runs
-    tile = gl.load(runs)
-    end = gl.load(runs + 1)
-    next_tile = gl.load(runs + 2)
-    next_end = gl.load(runs + 3)
-    tile += first_masked
-    is_last = tile == end
-    tile = gl.where(is_last, next_tile, tile)
-    end = gl.where(is_last, next_end, end)
-    runs += gl.where(is_last, 2, 0)
-    next_tile = gl.load(runs + 2)
-    next_end = gl.load(runs + 3)
-    for _ in range(first_masked, masked_tiles):
+    turn = 0
+    round = 0
+    last_block = -1
+    last_b = 0
+    last_h = 0
+    goes_on = True
+    while goes_on:
+        own = round % BUFFERS * 2 + HALF
+        hopper.mbarrier.wait(q_ready.index(own), round // BUFFERS & 1)
+        ragged_tiles = hopper.read(notes.index(own * 8))
+        masked_tiles = hopper.read(notes.index(own * 8 + 1))
+        full_tiles = hopper.read(notes.index(own * 8 + 2))
+        block = hopper.read(notes.index(own * 8 + 3))
+        b = hopper.read(notes.index(own * 8 + 4))
+        h = hopper.read(notes.index(own * 8 + 5))
+        goes_on = block >= 0
+        q0 = q0_tiles.index(own).reshape([64, 128])
+        last_turn = turn + gl.maximum(ragged_tiles + masked_tiles + full_tiles, 1) - 1
         slot = turn % STAGES
         hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
         s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
         s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
         values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-        acc0 = hopper.warpgroup_mma(p, values, acc0, is_async=True)
-        first_key = tile * BLOCK_N
+        acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+
+        row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
+        q_idx = row[:, None] + q_offset
+        doc_q_at = gl.minimum(gl.maximum(q_idx, 0), doc_size_1 - 1)
+        doc_q = gl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
+        doc_row = doc_ptr + b * doc_stride_0
+        first_key = hopper.read(places.index(slot)) * BLOCK_N
         kv_idx = first_key + lanes
         doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
         doc_kv = gl.load(doc_row + doc_kv_at * doc_stride_1)
-        doc_kv = gl.convert_layout(doc_kv, COLUMN)[None, :]
-        kv_idx = first_key + columns
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        keep = (kv_idx <= q_idx) & (doc_q == doc_kv)
+        acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
+        hopper.mbarrier.arrive(free.index(slot), count=1)
+        if turn == last_turn:
+            hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
+        if last_block >= 0:
+            finish(
+                HALF, ROW, DTYPE, last_block, last_b, last_h, m, l, acc0,
+                out_ptr, lse_ptr, spoilt_ptr, heads, q_len,
+                BLOCK_M,
+            )
+
+        # The first tile, whichever kind it is, is masked; a ragged one is the first.
+        first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
+        first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
+        m = gl.full([64], float("-inf"), FLOAT, ROW)
+        l = gl.zeros([64], FLOAT, ROW)
+        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+        doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]
+        kv_idx = hopper.opaque(first_key + columns)
+        keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
         s = gl.where(keep, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -171,79 +253,91 @@ def consume(
         alpha = gl.exp2(m - m_safe)
         l = l * alpha + gl.sum(p, 1)
         m = m_new
-        p = gl.convert_layout(p.to(DTYPE), hopper.operand(128))
-        acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
-        hopper.mbarrier.arrive(free.index(slot), count=1)
-        acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-        turn += 1
-        tile += 1
-        is_last = tile == end
-        tile = gl.where(is_last, next_tile, tile)
-        end = gl.where(is_last, next_end, end)
-        runs += gl.where(is_last, 2, 0)
-        next_tile = gl.load(runs + 2)
-        next_end = gl.load(runs + 3)
-
-    # Tiles whose every pair attends.
-    for _ in range(first_full, full_tiles):
-        slot = turn % STAGES
-        hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-        s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
-        keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
-        s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
-        values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-        acc0 = hopper.warpgroup_mma(p, values, acc0, is_async=True)
-        s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        m_safe = m_new
-        p = gl.exp2(s * scale_log2 - m_safe[:, None])
-        alpha = gl.exp2(m - m_safe)
-        l = l * alpha + gl.sum(p, 1)
-        m = m_new
-        p = gl.convert_layout(p.to(DTYPE), hopper.operand(128))
-        acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
-        hopper.mbarrier.arrive(free.index(slot), count=1)
-        acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+        p = hopper.pack(p, DTYPE)
         turn += 1
 
-    slot = turn % STAGES
-    hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-    values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-    acc0 = hopper.warpgroup_mma(p, values, acc0, is_async=True)
-    acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
+        # Tiles that the mask cuts.
+        for _ in range(first_masked, masked_tiles):
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+            keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+            s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+            values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            first_key = hopper.read(places.index(slot)) * BLOCK_N
+            kv_idx = first_key + lanes
+            doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
+            doc_kv = gl.load(doc_row + doc_kv_at * doc_stride_1)
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            if turn == last_turn:
+                hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]
+            kv_idx = hopper.opaque(first_key + columns)
+            keep = (kv_idx <= q_idx) & (doc_q == doc_kv)
+            s = gl.where(keep, s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            p = hopper.pack(p, DTYPE)
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            turn += 1
 
-    # A row without keys: l is 0, the output 0 and the LSE -inf.
-    divisor = gl.where(l == 0.0, 1.0, l)
-    gl.store(lse_ptr + row, (m + gl.log2(divisor)) * LN2, mask=row < q_len)
-    acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-    spoilt = gl.zeros([64], gl.int32, ROW)
-    odd = gl.sum((~(gl.abs(acc0) < float("inf"))).to(gl.int32), 1)
-    spoilt += gl.convert_layout(odd, ROW)
-    gl.store(spoilt_ptr + row, (spoilt > 0).to(gl.int8), mask=row < q_len)
-    # The queries have done their work: their place is the output's on its way out.
-    q0.store(acc0.to(DTYPE))
-    hopper.fence_async_shared()
-    hopper.barrier()
-    hopper.store_tile(out0_desc, [b, h, block * BLOCK_M + HALF * 64, 0], q0_tiles.index(HALF))
-    hopper.wait_stores(0)
+        # Tiles whose every pair attends.
+        for _ in range(first_full, full_tiles):
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+            keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+            s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+            values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            if turn == last_turn:
+                hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = m_new
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            p = hopper.pack(p, DTYPE)
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            turn += 1
+
+        last_block = block
+        last_b = b
+        last_h = h
+        round += 1
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
-        "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "group", "q_len", "kv_len", "q_offset", "scale_log2", "doc_size_0", "doc_stride_0",
-        "doc_size_1", "doc_stride_1"
+        "items", "last_heads", "schedule_stride_b", "schedule_stride_h", "masked_width",
+        "full_width", "heads", "group", "q_len", "kv_len", "q_offset", "scale_log2",
+        "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1"
     ],
     do_not_specialize_on_alignment=["doc_ptr"],
 )
 def attention_forward(
+    out_ptr,
     lse_ptr,
     spoilt_ptr,
     q0_desc,
     k0_desc,
     v0_desc,
-    out0_desc,
+    next_item_ptr,
+    items: gl.int32,
+    last_heads: gl.int32,
     counts,
     masked_runs,
     full_runs,
@@ -265,45 +359,34 @@ def attention_forward(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PRODUCER: gl.constexpr,
 ):
-    # The heads that share keys work on the same rows side by side, so that keys are read from
-    # memory once; the last rows first, as under causal masks they are the longest.
-    blocks = gl.cdiv(q_len, BLOCK_M)
-    first_head = gl.program_id(0) // (group * blocks) * group
-    place = gl.program_id(0) - first_head * blocks
-    block = blocks - 1 - place // group
-    b = first_head // heads
-    h = first_head % heads + place % group
-    h_kv = h // group
-
-    lse_ptr += (b * heads + h).to(gl.int64) * q_len
-    spoilt_ptr += (b * heads + h).to(gl.int64) * q_len
-
-    schedule_row = b * schedule_stride_b + h * schedule_stride_h + block
-    masked_runs += schedule_row * (2 * masked_width)
-    full_runs += schedule_row * (2 * full_width)
-    masked_tiles = gl.load(counts + 3 * schedule_row)
-    full_tiles = gl.load(counts + 3 * schedule_row + 1)
-    ragged_tiles = gl.load(counts + 3 * schedule_row + 2)
-    ragged_tile = kv_len // BLOCK_N
-    # Rows that see nothing look at the first tile, all masked: there is always a first one.
-    if masked_tiles + full_tiles + ragged_tiles == 0:
-        ragged_tiles = 1
-        ragged_tile = 0
-
-    q0_tiles = gl.allocate_shared_memory(q0_desc.dtype, [2, 1, 1, 64, 128], q0_desc.layout)
+    q0_tiles = gl.allocate_shared_memory(
+        q0_desc.dtype, [2 * BUFFERS, 1, 1, 64, 128], q0_desc.layout
+    )
     k0_tiles = gl.allocate_shared_memory(
         q0_desc.dtype, [STAGES, 1, 1, BLOCK_N, 128], k0_desc.layout
     )
     v0_tiles = gl.allocate_shared_memory(
         q0_desc.dtype, [STAGES, 1, 1, BLOCK_N, 128], v0_desc.layout
     )
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], hopper.mbarrier.MBarrierLayout())
+    # Where a turn's keys are; of 64 rows of queries: how many tiles of each kind they look at, and
+    # which row block they are, of which batch element and head; -1 if none follows.
+    places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(
+        gl.int32, [2 * BUFFERS * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_ready = gl.allocate_shared_memory(
+        gl.int64, [2 * BUFFERS, 1], hopper.mbarrier.MBarrierLayout()
+    )
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], hopper.mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        hopper.mbarrier.init(q_ready.index(half), count=1)
+    for own in gl.static_range(2 * BUFFERS):
+        hopper.mbarrier.init(q_ready.index(own), count=1)
+        hopper.mbarrier.init(q_free.index(own), count=128)
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=1)
         hopper.mbarrier.init(free.index(slot), count=2)
@@ -311,26 +394,27 @@ def attention_forward(
     gl.warp_specialize(
         [
             (consume, (
-                0, q0_desc, out0_desc, q0_tiles, k0_tiles, v0_tiles, q_ready, ready, free,
-                masked_runs, full_runs, masked_tiles, full_tiles, ragged_tiles, ragged_tile, b, h,
-                h_kv, block, lse_ptr, spoilt_ptr, q_len, kv_len, q_offset, scale_log2, doc_ptr,
-                doc_size_0, doc_stride_0, doc_size_1, doc_stride_1,
-                BLOCK_M, BLOCK_N, STAGES,
+                0,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
+                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, k0_tiles, v0_tiles,
+                places, notes, q_ready, q_free, ready, free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (consume, (
-                1, q0_desc, out0_desc, q0_tiles, k0_tiles, v0_tiles, q_ready, ready, free,
-                masked_runs, full_runs, masked_tiles, full_tiles, ragged_tiles, ragged_tile, b, h,
-                h_kv, block, lse_ptr, spoilt_ptr, q_len, kv_len, q_offset, scale_log2, doc_ptr,
-                doc_size_0, doc_stride_0, doc_size_1, doc_stride_1,
-                BLOCK_M, BLOCK_N, STAGES,
+                1,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
+                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, k0_tiles, v0_tiles,
+                places, notes, q_ready, q_free, ready, free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (produce, (
-                q0_desc, k0_desc, v0_desc, q0_tiles, k0_tiles, v0_tiles, q_ready, ready, free,
-                masked_runs, full_runs, masked_tiles, full_tiles, ragged_tiles, ragged_tile, b, h,
-                h_kv, block,
-                BLOCK_M, BLOCK_N, STAGES,
+                q0_desc, k0_desc, v0_desc, next_item_ptr, items, last_heads, counts, masked_runs,
+                full_runs, schedule_stride_b, schedule_stride_h, masked_width, full_width, heads,
+                group, q_len, kv_len, q0_tiles, k0_tiles, v0_tiles, places, notes, q_ready, q_free,
+                ready, free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [REGISTERS, PRODUCER],
     )

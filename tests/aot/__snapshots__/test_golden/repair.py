@@ -99,9 +99,61 @@ def select_rows(
         )
 
 
+@triton.jit
+def repair_block(
+    item, spoilt_ptr, items, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, counts, masked_runs, full_runs,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+    stride_vs, stride_ob, stride_oh, stride_os, schedule_stride_b, schedule_stride_h, masked_width,
+    full_width, heads, group, q_len, kv_len, q_offset, scale_log2, doc_ptr, doc_size_0,
+    doc_stride_0, doc_size_1, doc_stride_1,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ALIGN: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    blocks = tl.cdiv(q_len, BLOCK_M)
+    block = blocks - 1 - item % blocks
+    h = (item // blocks) % heads
+    b = item // blocks // heads
+    h_kv = h // group
+
+    # Strides that keep 16-byte alignment say so.
+    stride_qb = stride_qb // ALIGN * ALIGN
+    stride_qh = stride_qh // ALIGN * ALIGN
+    stride_qs = stride_qs // ALIGN * ALIGN
+    stride_kb = stride_kb // ALIGN * ALIGN
+    stride_kh = stride_kh // ALIGN * ALIGN
+    stride_ks = stride_ks // ALIGN * ALIGN
+    stride_vb = stride_vb // ALIGN * ALIGN
+    stride_vh = stride_vh // ALIGN * ALIGN
+    stride_vs = stride_vs // ALIGN * ALIGN
+    stride_ob = stride_ob // ALIGN * ALIGN
+    stride_oh = stride_oh // ALIGN * ALIGN
+    stride_os = stride_os // ALIGN * ALIGN
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + h_kv * stride_kh
+    v_ptr += b * stride_vb + h_kv * stride_vh
+    out_ptr += b * stride_ob + h * stride_oh
+    lse_ptr += (b * heads + h).to(tl.int64) * q_len
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    spoilt_ptr += (b * heads + h).to(tl.int64) * q_len
+    if tl.max(tl.load(spoilt_ptr + row, mask=row < q_len, other=0).to(tl.int32)) > 0:
+        schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
+        masked_runs += schedule_row * (2 * masked_width)
+        full_runs += schedule_row * (2 * full_width)
+        masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
+        full_tiles = tl.load(counts + 3 * schedule_row + 1) * (TILE_N // BLOCK_N)
+        ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
+        ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
+        select_rows(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
+            stride_vs, stride_os, q_len, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
+            doc_stride_1, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
+            ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N, OFFSET, FLOAT, PRECISION,
+        )
+
+
 @triton.jit(
     do_not_specialize=[
-        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
+        "items", "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
         "group", "q_len", "kv_len", "q_offset", "scale_log2", "doc_size_0", "doc_stride_0",
@@ -111,6 +163,7 @@ def select_rows(
 )
 def repair_rows(
     spoilt_ptr,
+    items: tl.int32,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -154,45 +207,22 @@ def repair_rows(
     OFFSET: tl.constexpr,
     FLOAT: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    # Last row blocks first: under causal masks they are the longest.
     blocks = tl.cdiv(q_len, BLOCK_M)
-    block = blocks - 1 - tl.program_id(0) % blocks
-    h = (tl.program_id(0) // blocks) % heads
-    b = tl.program_id(0) // blocks // heads
-    h_kv = h // group
-
-    # Strides that keep 16-byte alignment say so.
-    stride_qb = stride_qb // ALIGN * ALIGN
-    stride_qh = stride_qh // ALIGN * ALIGN
-    stride_qs = stride_qs // ALIGN * ALIGN
-    stride_kb = stride_kb // ALIGN * ALIGN
-    stride_kh = stride_kh // ALIGN * ALIGN
-    stride_ks = stride_ks // ALIGN * ALIGN
-    stride_vb = stride_vb // ALIGN * ALIGN
-    stride_vh = stride_vh // ALIGN * ALIGN
-    stride_vs = stride_vs // ALIGN * ALIGN
-    stride_ob = stride_ob // ALIGN * ALIGN
-    stride_oh = stride_oh // ALIGN * ALIGN
-    stride_os = stride_os // ALIGN * ALIGN
-    q_ptr += b * stride_qb + h * stride_qh
-    k_ptr += b * stride_kb + h_kv * stride_kh
-    v_ptr += b * stride_vb + h_kv * stride_vh
-    out_ptr += b * stride_ob + h * stride_oh
-    lse_ptr += (b * heads + h).to(tl.int64) * q_len
-    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    spoilt_ptr += (b * heads + h).to(tl.int64) * q_len
-    if tl.max(tl.load(spoilt_ptr + row, mask=row < q_len, other=0).to(tl.int32)) > 0:
-        schedule_row = b * schedule_stride_b + h * schedule_stride_h + block * BLOCK_M // TILE_M
-        masked_runs += schedule_row * (2 * masked_width)
-        full_runs += schedule_row * (2 * full_width)
-        masked_tiles = tl.load(counts + 3 * schedule_row) * (TILE_N // BLOCK_N)
-        full_tiles = tl.load(counts + 3 * schedule_row + 1) * (TILE_N // BLOCK_N)
-        ragged_tiles = tl.load(counts + 3 * schedule_row + 2) * (TILE_N // BLOCK_N)
-        ragged_tile = kv_len // TILE_N * (TILE_N // BLOCK_N)
-        select_rows(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
-            stride_vs, stride_os, q_len, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
-            doc_stride_1, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
-            ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N, OFFSET, FLOAT, PRECISION,
-        )
+    first = tl.program_id(0) * CHUNK
+    item = first + tl.arange(0, CHUNK)[:, None]
+    row = item % blocks * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    place = spoilt_ptr + (item // blocks).to(tl.int64) * q_len + row
+    spoilt = tl.load(place, mask=(item < items) & (row < q_len), other=0)
+    if tl.max(spoilt.to(tl.int32)) > 0:
+        for one in range(first, tl.minimum(first + CHUNK, items)):
+            repair_block(
+                one, spoilt_ptr, items, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, counts, masked_runs,
+                full_runs, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+                stride_vb, stride_vh, stride_vs, stride_ob, stride_oh, stride_os,
+                schedule_stride_b, schedule_stride_h, masked_width, full_width, heads, group,
+                q_len, kv_len, q_offset, scale_log2, doc_ptr, doc_size_0, doc_stride_0, doc_size_1,
+                doc_stride_1,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, ALIGN, OFFSET, FLOAT, PRECISION,
+            )
