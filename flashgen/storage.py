@@ -29,6 +29,14 @@ class Packing:
     def batch(self) -> int:
         return self.cu_q.shape[0] - 1
 
+    def copy(self) -> Packing:
+        """With tensors of its own."""
+        cu_q = self.cu_q.clone()
+        cu_kv = self.cu_kv
+        if cu_kv is not None:
+            cu_kv = cu_q if cu_kv is self.cu_q else cu_kv.clone()
+        return Packing(cu_q, cu_kv, self.total_q, self.total_kv)
+
     @cached_property
     def q_lens(self) -> torch.Tensor:
         """int32 [B]."""

@@ -229,3 +229,7 @@ def test_schedules_of_other_heads_lengths_and_offsets() -> None:
     made = causal.schedule(*tensors(), q_offset=torch.tensor([1, 2]))
     refused(lambda: causal(*tensors(), schedule=made, q_offset=torch.tensor([1, 3])), "[1, 3]")
     refused(lambda: causal(*tensors(), schedule=made.to_dense()), "schedule is a Tensor")
+    places = torch.tensor([1, 2])
+    made = causal.schedule(*tensors(), q_offset=places)
+    places[0] = 7
+    refused(lambda: causal(*tensors(), schedule=made, q_offset=places), "[1, 2]", "[7, 2]")

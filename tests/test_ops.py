@@ -267,6 +267,23 @@ def test_tensors_edited_before_the_backward(which: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("which", ["q_offset", "cu_seqlens_q"])
+def test_places_edited_before_the_backward(which: str) -> None:
+    """The kernels would read and write elsewhere."""
+    attend, x = fg.Attention(masks.causal), torch.randn(B, H, S, D, requires_grad=True)
+    starts = torch.tensor([0, 5, S], dtype=torch.int32)
+    if which == "q_offset":
+        offset = torch.tensor([0, 3])
+        out, edited = attend(x, x, x, q_offset=offset), offset
+    else:
+        rows = x[0].transpose(0, 1)
+        out = attend(rows, rows, rows, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        edited = starts[1]
+    edited.add_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_shapes_without_computing() -> None:
     with torch._subclasses.FakeTensorMode():
         q, k, v = leaves()

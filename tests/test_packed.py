@@ -197,6 +197,18 @@ def test_a_schedule_of_other_sequences_is_refused() -> None:
         attend(*dense, schedule=schedule)
 
 
+def test_a_schedule_knows_where_sequences_were() -> None:
+    """Edited in place, the same tensor says where others are."""
+    attend, x = fg.Attention(masks.causal), torch.randn(30, 2, 8)
+    starts = torch.tensor([0, 10, 30], dtype=torch.int32)
+    where = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts.clone()}
+    schedule = attend.schedule(x, x, x, **where)
+    attend(x, x, x, **where, schedule=schedule)
+    starts[1] = 20
+    with pytest.raises(fg.FlashgenError, match=r"made for cu_seqlens_q \[0, 10, 30\]"):
+        attend(x, x, x, **where, schedule=schedule)
+
+
 def test_looking_inside() -> None:
     tensors, arguments = Sequences.random([40, 3], [50, 3]).packed()
     attend = fg.Attention(masks.causal)

@@ -87,7 +87,8 @@ class _Attention(_Function):
             return (None,) * len(needed)
         refuse_paged(ctx.made.geometry)
         transforms.refuse_mapped(grad_out, grad_lse)
-        given = (ctx.made, needed[1:], grad_out, grad_lse, *ctx.saved_tensors)
+        saved = ctx.saved_tensors[: len(needed) + 1]
+        given = (ctx.made, needed[1:], grad_out, grad_lse, *saved)
         # Only where the gradient gets a graph is there a use for a function, whose backward is an
         # error.
         run = _Gradients.apply if torch.is_grad_enabled() else _gradients
@@ -110,9 +111,11 @@ class _Transformed(_Attention):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.made = inputs[0]
+    made = ctx.made = inputs[0]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+    # Lengths and places are the engine's; autograd sees when they are edited.
+    watched = (x for x in made.geometry.tensors if x is not None)
+    ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:], *watched)
 
 
 def _gradients(

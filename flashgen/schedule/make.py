@@ -44,8 +44,12 @@ def _made(
     bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, tapes: Tapes
 ) -> Schedule:
     spec, runs = bound.spec, None
+    offset, packing = geometry.q_offset, geometry.packing
     if geometry.device.type == "cpu":
         states = classify(bound, geometry, block, planner)
+        # Compared with those of calls, which may be the same tensors, edited since.
+        offset = offset.clone() if isinstance(offset, torch.Tensor) else offset
+        packing = None if packing is None else packing.copy()
     else:
         states, runs = _plan(bound, geometry, block, planner, tapes)
     return Schedule(
@@ -53,7 +57,7 @@ def _made(
         block,
         geometry.q_len,
         geometry.kv_len,
-        geometry.q_offset,
+        offset,
         geometry.kv_lens,
         spec.name,
         spec.mask_digest,
@@ -61,7 +65,7 @@ def _made(
         mask_scalars(bound),
         runs,
         geometry.group if spec.uses("h_kv") else None,
-        geometry.packing,
+        packing,
         sources_of(bound),
         _tapes=tapes,
     )
