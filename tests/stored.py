@@ -63,6 +63,18 @@ class Sequences:
             "cu_seqlens_kv": starts(self.kv_lens, self.device),
         }
 
+    def padded(self) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        """k, v [B, H, longest, D] with NaN beyond the lengths, and `kv_lens`."""
+        longest = max(self.kv_lens)
+        tensors = []
+        for parts in (self.k, self.v):
+            rooms = [x.new_full((x.shape[0], longest, x.shape[2]), NAN) for x in parts]
+            for room, x in zip(rooms, parts, strict=True):
+                room[:, : x.shape[1]] = x
+            tensors.append(torch.stack(rooms))
+        lens = torch.tensor(self.kv_lens, dtype=torch.int32, device=self.device)
+        return tensors, {"kv_lens": lens}
+
     def paged(
         self, size: int, layout: str = "NHD", spare: int = 2
     ) -> tuple[list[torch.Tensor], dict[str, Any]]:

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import stored
 import torch
-from cases import CASES
 from stored import Sequences
 
 import flashgen as fg
 from flashgen import masks
-
-POSITIONAL = stored.by_position(CASES)
 
 # (queries, keys) of each sequence: equal, fewer and more queries, none, longer than tiles.
 LENGTHS = {
@@ -86,22 +83,6 @@ def test_lengths_and_heads(name: str, heads: tuple[int, int]) -> None:
     check(fg.Attention(masks.causal), sequences, stored.causal)
     check(fg.Attention(), sequences, stored.every)
     check(fg.Attention(masks.sliding_window(window=33)), sequences, stored.within(33))
-
-
-@pytest.mark.parametrize("case", POSITIONAL[::2], ids=lambda case: case.id)
-def test_masks(case: Any) -> None:
-    """b is the sequence, and positions are those inside it."""
-    q_lens, kv_lens = [40, 70, 1], [70, 70, 33]
-    data = case.build(3, 2, 70, 70, torch.Generator().manual_seed(5))
-    sequences = Sequences.random(q_lens, kv_lens, 2, 2)
-    allowed = stored.of_case(case, data, 3, 2)
-    check(fg.Attention(case.bound(data)), sequences, allowed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", POSITIONAL, ids=lambda case: case.id)
-def test_every_mask(case: Any) -> None:
-    test_masks(case)
 
 
 @pytest.mark.parametrize("name", LENGTHS)

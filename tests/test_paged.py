@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import stored
 import torch
-from cases import CASES
 from stored import Sequences
 
 import flashgen as fg
 from flashgen import masks
-
-POSITIONAL = stored.by_position(CASES)
 
 LENGTHS = [0, 1, 5, 127, 129]
 SIZES = [1, 3, 16, 64, 128, 256, 512]
@@ -56,24 +53,6 @@ def test_packed_queries(size: int) -> None:
     """Chunks of prefill and single tokens of decoding in one call."""
     sequences = Sequences.random([0, 1, 5, 70, 1], LENGTHS, 4, 2)
     check(fg.Attention(masks.causal), sequences, stored.causal, size, packed=True)
-
-
-@pytest.mark.parametrize("case", POSITIONAL[::3], ids=lambda case: case.id)
-def test_masks(case: Any) -> None:
-    """Positions are logical, wherever the pages are: prefill, a chunk of it, decoding."""
-    data = case.build(3, 2, 70, 70, torch.Generator().manual_seed(5))
-    allowed = stored.of_case(case, data, 3, 2)
-    attend = fg.Attention(case.bound(data))
-    for size, q_lens in ((1, [16] * 3), (16, [1] * 3), (64, [3] * 3), (256, [70, 33, 5])):
-        packed = len(set(q_lens)) > 1
-        sequences = Sequences.random(q_lens, [70, 33, 50], 2, 2)
-        check(attend, sequences, allowed, size, packed=packed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", POSITIONAL, ids=lambda case: case.id)
-def test_every_mask(case: Any) -> None:
-    test_masks(case)
 
 
 def test_a_window_reads_only_its_pages() -> None:

@@ -260,3 +260,19 @@ def test_positions_of_a_call(splits, offset):
     i, j = torch.arange(4)[None, None, :, None] + first, torch.arange(100)[None, None, None]
     arguments = {"q_offset": offset}
     agree(fg.Attention(masks.causal), inputs(2, 4, 2, 4, 100, 16), j <= i, **arguments)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "latent"])
+def test_parts_make_the_whole(phase):
+    """The LSE of every kernel is the natural one, which merging weighs by."""
+    heads = fg.MLA(32, 16) if phase == "latent" else None
+    q, k, v = inputs(2, 4, 1, 20 if phase == "prefill" else 2, 130, 48)
+    tensors = (k,) if heads else (k, v)
+    attend, options = fg.Attention(heads=heads), {"scale": 0.3, "return_lse": True}
+    whole = attend(q, *tensors, **options, backend="interpret")
+    parts = [
+        state
+        for piece in (slice(0, 0), slice(0, 33), slice(33, None))
+        for state in attend(q, *(x[:, :, piece] for x in tensors), **options, backend="interpret")
+    ]
+    torch.testing.assert_close(fg.merge(*parts), whole, rtol=0, atol=1e-5)

@@ -56,23 +56,6 @@ def test_gradients_on_every_tile(block: tuple[int, int]) -> None:
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", POSITIONAL[::8], ids=lambda case: case.id)
-def test_masks(case: Any) -> None:
-    q_lens, kv_lens = [40, 70, 1], [70, 70, 33]
-    data = case.build(3, 2, 70, 70, torch.Generator().manual_seed(5))
-    allowed = stored.of_case(case, data, 3, 2)
-    attend = fg.Attention(case.bound(data))
-    sequences = Sequences.random(q_lens, kv_lens, 2, 2)
-    check_packed(attend, sequences, allowed, "interpret")
-    check_paged(attend, sequences, allowed, 16, backend="interpret", packed=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", POSITIONAL, ids=lambda case: case.id)
-def test_every_mask(case: Any) -> None:
-    test_masks(case)
-
-
 @pytest.mark.parametrize(("size", "splits"), [(1, 3), (3, 1), (16, 3), (64, 3), (256, 1)])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages(monkeypatch: Any, size: int, splits: int, layout: str) -> None:
