@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, ops
+from . import backends, ops, ready
 from .call import Call, CallText, autocast, check
 from .check_storage import PageLayout, Storage
 from .config import config
@@ -160,40 +160,58 @@ class Attention:
             q, k, v = autocast(q, k, v)
             how = (schedule, backend, deterministic, return_lse, batch_invariant)
             return self._as_operators(q, k, v, *how, given, data)
-        known, call = self._known(q, k, v, given, data)
+        asked = (backend, bool(deterministic), bool(batch_invariant), bool(return_lse))
+        key = key_of(q, k, v, given, data)
+
+        def work() -> ready.Results:
+            return self._attend(key, q, k, v, given, data, schedule, asked)
+
+        known = self._calls.seen(key)
+        if known is None:
+            out, lse = work()
+        else:
+            out, lse = ready.run(known, asked, (q, k, v), given, data, schedule, work)
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        key: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        given: dict[str, Any],
+        data: dict[str, Any],
+        schedule: Schedule | None,
+        asked: ready.Asked,
+    ) -> ready.Results:
+        """A call from its check to its results. Raises FlashgenError."""
+        backend, deterministic, invariant, return_lse = asked
+        known, call = self._checked(self._program, key, q, k, v, given, data)
         if config.debug:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
-        route = route_of(known, call, backend, schedule, batch_invariant)
+        route = route_of(known, call, backend, schedule, invariant)
+        made = schedule
         if schedule is not None:
             if not known.fits(schedule):
                 check_fits(schedule, call.bound, call.geometry, call.text)
                 known.found_to_fit(schedule)
         elif not route.decodes or call.bound.spec.mask is not None:
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
-            schedule = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
+            made = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
+        engine = None
         if route.decodes:
-            out, lse = decode(call, schedule, batch_invariant, route.backend, known.tapes)
+            out, lse = decode(call, made, invariant, route.backend, known.tapes)
         else:
-            assert schedule is not None
-            out, lse = ops.attention(
-                *(call.q, call.k, call.v),
-                backend=route.backend,
-                bound=call.bound,
-                sinks=call.sinks,
-                tapes=known.tapes,
-                **ops.arguments_of(call, schedule, bool(deterministic)),
-            )
+            assert made is not None
+            arguments = ops.arguments_of(call, made, deterministic)
+            engine = ops.engine(route.backend, call.bound, tapes=known.tapes, **arguments)
+            out, lse = ops.attention(engine, call.q, call.k, call.v, call.sinks, call.data)
+        ready.remember(known, asked, call, route, schedule, made, engine)
         if call.geometry.packing is not None:
             out, lse = out[0].transpose(0, 1), lse[0]
-        return (out, lse) if return_lse else out
-
-    def _known(
-        self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
-    ) -> tuple[Known, Call]:
-        """The checked call, and what is known of all like it. Raises FlashgenError."""
-        return self._checked(self._program, key_of(q, k, v, given, data), q, k, v, given, data)
+        return out, lse if return_lse else None
 
     def _checked(
         self, program: Program, key: Any, q: Any, k: Any, v: Any, given: Any, data: Any, **more: Any

@@ -58,6 +58,11 @@ class Call:
     sinks: torch.Tensor | None
     dropout: Dropout | None
 
+    @property
+    def data(self) -> list[torch.Tensor]:
+        """What the expressions read, in the spec's order."""
+        return [self.bound.tensors[tensor.name] for tensor in self.bound.spec.tensors]
+
 
 class Declaration(Protocol):
     """What a call is checked against: a `Program`, or what an operator knows of one."""

@@ -15,7 +15,7 @@ from .launch import decode as launch_decode
 from .launch import hopper_latent as launch_hopper_latent
 from .launch import precision_of
 from .schedule import Schedule
-from .tape import Tapes, layout_of
+from .tape import Tapes
 from .tiling_decode import MOST_QUERIES
 
 # Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
@@ -81,13 +81,10 @@ def decode(
     """Run the kernel for few queries: out and LSE, without gradients.
 
     `tapes`: the records of calls like this one."""
-    bound, layout = spell(call.bound), None
-    read: tuple[torch.Tensor, ...] = ()
+    bound, layout, read = spell(call.bound), "", ()
     if schedule is not None and bound.spec.mask is not None:
         schedule = schedule.for_call()
-        visits = schedule.visits(call.geometry.group)
-        read = (visits.counts, visits.runs)
-        layout = (schedule.block_size, *map(layout_of, read))
+        read, layout = schedule.read_by_decoding(call.geometry.group)
 
     hopper = on_hopper(call, backend)
     forward = launch_hopper_latent.forward if hopper else launch_decode.forward

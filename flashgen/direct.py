@@ -1,16 +1,15 @@
 """Launching what was compiled, by CUDA's driver alone: pointers are filled in, the rest stands.
 
 Triton's own way looks at every argument each time. Here a kernel's arguments lie in memory as the
-driver reads them (CUDA driver API, `cuLaunchKernel`; for descriptors `cuTensorMapEncodeTiled`), and
-a launch writes only the addresses of its tensors. What isn't known to be laid out so is left to
-Triton."""
+driver reads them (CUDA driver API, `cuLaunchKernelEx`; for descriptors `cuTensorMapEncodeTiled`).
+Pointers are read from a table of addresses, which all kernels of a record share, so that each
+address is written once. What isn't known to be laid out so is left to Triton."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +25,28 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 # What a descriptor is made of (Triton's metadata); others would mean what is not known here.
 _META = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 _L2_PROMOTION_128B = 2
+# Bits of an address that are turned to see where it stands in a descriptor.
+_OTHER_PLACE = 2**40 + 2**20 + 16
 _INVALID_CONTEXT = 201
+
+# Launches on a stream.
+Launcher = Callable[[Any], None]
 
 
 class Unknown(Exception):
     """A kernel whose arguments aren't known to lie as they are written here."""
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z")),
+        *((name, ctypes.c_uint) for name in ("block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
 
 
 class DirectLaunch:
@@ -44,16 +60,20 @@ class DirectLaunch:
         self._driver = _driver()
         self._compiled = compiled
         self._how = (programs, 1, 1, 32 * meta.num_warps, 1, 1, meta.shared)
-        self._places: dict[int, _Address | _Map] = {}
-        self._lock = threading.Lock()
+        # Places among the arguments, of what follows from an address.
+        self._addresses: dict[int, int] = {}
+        self._maps: dict[int, tuple[int, bytes]] = {}
         storages = self._lay_out(compiled, arguments)
         # Scratch memory that no kernel here has: global, and for profiles.
         storages += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
         _check_sizes(self._driver, compiled.function, storages)
         self._storages = storages
-        self._params = (ctypes.c_void_p * len(storages))(*map(ctypes.addressof, storages))
+
+    def __str__(self) -> str:
+        return str(getattr(self._compiled.metadata, "name", "a kernel"))
 
     def _lay_out(self, compiled: Any, arguments: Sequence[Any]) -> list[Any]:
+        """A place in memory for each parameter."""
         storages: list[Any] = []
         described = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         kinds = list(compiled.src.signature.values())
@@ -63,13 +83,12 @@ class DirectLaunch:
             if not isinstance(kind, str):
                 raise Unknown(kind)
             if kind.startswith("*"):
-                address = _Address()
-                self._places[place] = address
-                storages.append(address.storage)
+                self._addresses[place] = len(storages)
+                storages.append(ctypes.c_uint64(0))
             elif kind.startswith("tensordesc"):
-                made = _Map(self._driver, value, next(described, None))
-                self._places[place] = made
-                storages.append(made.storage)
+                encoded = _encoded(self._driver, value, next(described, None))
+                self._maps[place] = len(storages), encoded
+                storages.append((ctypes.c_char * _MAP_BYTES)())
                 storages += [ctypes.c_int32(n) for n in value.shape]
                 storages += [ctypes.c_int64(n) for n in value.strides]
             elif kind in _SCALARS:
@@ -78,91 +97,95 @@ class DirectLaunch:
                 raise Unknown(kind)
         return storages
 
-    def filled(self, fills: Sequence[tuple[int, int]]) -> Callable[[Sequence[int], Any], None]:
-        """What launches with addresses and on a stream; `fills`: (place among the arguments, place
-        in the list of addresses) of each tensor."""
-        sources = [(self._places[place], slot) for place, slot in fills]
-        plain = [(x.storage, slot) for x, slot in sources if isinstance(x, _Address)]
-        maps = [(x, slot) for x, slot in sources if isinstance(x, _Map)]
+    def reading(self, addresses: Any, fills: Sequence[tuple[int, int]]) -> Launcher:
+        """What launches with the addresses that then stand in a table of them (an array of
+        `c_uint64`); `fills`: (place among the arguments, place in the table) of each tensor."""
+        params = [ctypes.addressof(storage) for storage in self._storages]
+        maps: list[tuple[MutableSequence[int], int]] = []
+        for place, slot in fills:
+            if place in self._addresses:
+                params[self._addresses[place]] = ctypes.addressof(addresses) + 8 * slot
+            else:
+                number, encoded = self._maps[place]
+                words = _words(encoded)
+                params[number] = ctypes.addressof(words)
+                maps.append((words, slot))
+        return self._launcher(addresses, (ctypes.c_void_p * len(params))(*params), maps)
 
-        def launch(addresses: Sequence[int], stream: Any) -> None:
-            with self._lock:
-                for storage, slot in plain:
-                    storage.value = addresses[slot]
-                for one, slot in maps:
-                    one.write(addresses[slot])
-                _run(lambda: self._launch(stream), "a kernel can't be launched")
+    def _launcher(self, addresses: Any, params: Any, maps: Sequence[Any]) -> Launcher:
+        config = _Config(*self._how, None, None, 0)
+        function = ctypes.c_void_p(self._compiled.function)
+        given = (ctypes.byref(config), function, ctypes.byref(params), None)
+        run = functools.partial(self._driver.cuLaunchKernelEx, *given)
+
+        def launch(stream: Any) -> None:
+            for words, slot in maps:
+                words[0] = addresses[slot]
+            config.stream = stream
+            if code := run():
+                # What else is here, and the kernel, lives as long as this does.
+                _again(code, run, f"{self} can't be launched")
 
         return launch
 
-    def _launch(self, stream: Any) -> int:
-        function, params = self._compiled.function, self._params
-        code: int = self._driver.cuLaunchKernel(function, *self._how, stream, params, None)
-        return code
+
+def _words(encoded: bytes) -> Any:
+    """A descriptor where the driver wants it; its first word is the address."""
+    room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    start = -ctypes.addressof(room) % _MAP_ALIGNMENT
+    words = (ctypes.c_uint64 * (_MAP_BYTES // 8)).from_buffer(room, start)
+    ctypes.memmove(words, encoded, _MAP_BYTES)
+    return words
 
 
-class _Address:
-    """A pointer among the arguments."""
-
-    def __init__(self) -> None:
-        self.storage = ctypes.c_uint64(0)
-
-
-class _Map:
-    """A descriptor among the arguments."""
-
-    def __init__(self, driver: Any, value: Any, meta: Mapping[str, Any] | None) -> None:
-        if meta is None or set(meta) != _META or meta["fp4_padded"]:
+def _encoded(driver: Any, value: Any, meta: Mapping[str, Any] | None) -> bytes:
+    """A descriptor as CUDA writes it. Raises Unknown, also where its first word isn't the address
+    and all that follows from it."""
+    if meta is None or set(meta) != _META or meta["fp4_padded"]:
+        raise Unknown("descriptor")
+    if getattr(value, "round_f32_to_tf32", False) or value.padding != "zero":
+        raise Unknown("descriptor")
+    place = value.base.data_ptr()
+    here, there = (_encode(driver, value, meta, at) for at in (place, place ^ _OTHER_PLACE))
+    for encoded, at in ((here, place), (there, place ^ _OTHER_PLACE)):
+        if int.from_bytes(encoded[:8], "little") != at or encoded[8:] != here[8:]:
             raise Unknown("descriptor")
-        if getattr(value, "round_f32_to_tf32", False) or value.padding != "zero":
-            raise Unknown("descriptor")
-        self._driver = driver
-        self._bytes = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-        start = -ctypes.addressof(self._bytes) % _MAP_ALIGNMENT
-        self.storage = (ctypes.c_char * _MAP_BYTES).from_buffer(self._bytes, start)
-        self._at = ctypes.c_void_p(ctypes.addressof(self.storage))
-        self._address = value.base.data_ptr()
-        self._encode(value, meta)
+    return here
 
-    def _encode(self, value: Any, meta: Mapping[str, Any]) -> None:
-        """Innermost dimension first; strides in bytes, but for the innermost."""
-        size, rank = meta["elem_size"], len(value.shape)
-        shape = (ctypes.c_uint64 * rank)(*reversed(value.shape))
-        strides = (ctypes.c_uint64 * rank)(*(size * n for n in reversed(value.strides[:-1])))
-        box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
-        steps = (ctypes.c_uint32 * rank)(*[1] * rank)
-        if value.base.dtype not in _DATA_TYPES:
-            raise Unknown(value.base.dtype)
-        kind, swizzle = _DATA_TYPES[value.base.dtype], meta["swizzle"]
-        address = ctypes.c_void_p(self._address)
-        code = self._driver.cuTensorMapEncodeTiled(
-            *(self._at, kind, rank, address, shape, strides, box, steps),
-            *(0, swizzle, _L2_PROMOTION_128B, 0),
-        )
-        if code:
-            raise Unknown(_text_of(self._driver, code))
 
-    def write(self, address: int) -> None:
-        if address != self._address:
-            code = self._driver.cuTensorMapReplaceAddress(self._at, ctypes.c_void_p(address))
-            if code:
-                raise _failed("a descriptor can't be moved", code)
-            self._address = address
+def _encode(driver: Any, value: Any, meta: Mapping[str, Any], address: int) -> bytes:
+    """Innermost dimension first; strides in bytes, but for the innermost."""
+    words = _words(bytes(_MAP_BYTES))
+    size, rank = meta["elem_size"], len(value.shape)
+    shape = (ctypes.c_uint64 * rank)(*reversed(value.shape))
+    strides = (ctypes.c_uint64 * rank)(*(size * n for n in reversed(value.strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+    steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+    if value.base.dtype not in _DATA_TYPES:
+        raise Unknown(value.base.dtype)
+    kind, swizzle = _DATA_TYPES[value.base.dtype], meta["swizzle"]
+    code = driver.cuTensorMapEncodeTiled(
+        *(ctypes.byref(words), kind, rank, ctypes.c_void_p(address), shape, strides, box, steps),
+        *(0, swizzle, _L2_PROMOTION_128B, 0),
+    )
+    if code:
+        raise Unknown(_text_of(driver, code))
+    return bytes(words)
 
 
 def clear(address: int, count: int, stream: Any) -> None:
     """Zero so many bytes of a GPU's memory, in a stream's order."""
-    driver = _driver()
-    _run(lambda: driver.cuMemsetD8Async(address, 0, count, stream), "memory can't be cleared")
+    run = functools.partial(_driver().cuMemsetD8Async, address, 0, count, stream)
+    if code := run():
+        _again(code, run, "memory can't be cleared")
 
 
-def _run(work: Callable[[], int], problem: str) -> None:
-    """Call the driver. Raises RuntimeError for a code that isn't 0."""
-    code = work()
+def _again(code: int, run: Callable[[], int], problem: str) -> None:
+    """Call the driver once more where it said that a thread hasn't used the device yet. Raises
+    RuntimeError for every other code."""
     if code == _INVALID_CONTEXT:
-        # A thread in which nothing has used the device.
         torch.cuda.set_device(torch.cuda.current_device())
-        code = work()
+        code = run()
     if code:
         raise _failed(problem, code)
 
@@ -172,11 +195,11 @@ def _driver() -> Any:
     """CUDA's driver, whose calls keep the interpreter's lock. Raises Unknown."""
     try:
         driver = ctypes.PyDLL("libcuda.so.1")
-        number, pointer = ctypes.c_uint, ctypes.c_void_p
-        driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        pointer = ctypes.c_void_p
+        # Its arguments are made once, as C has them.
+        driver.cuLaunchKernelEx  # noqa: B018
         sized = ctypes.POINTER(ctypes.c_size_t)
         driver.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, sized, sized]
-        driver.cuTensorMapReplaceAddress.argtypes = [pointer, pointer]
         memory = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, pointer)
         driver.cuMemsetD8Async.argtypes = memory
     except (OSError, AttributeError) as error:
@@ -215,7 +238,13 @@ def _text_of(driver: Any, code: int) -> str:
 
 def is_watched() -> bool:
     """Whether a profiler wants to see Triton's launches."""
+    hook = _settings().launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+@functools.cache
+def _settings() -> Any:
+    """Triton's, of launches."""
     from triton import knobs
 
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    return knobs.runtime

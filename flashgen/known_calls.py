@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .check_storage import Storage, views
 from .config import config
 from .schedule import Schedule
 from .spec import Bound
-from .tape import Tapes, place_of
+from .tape import Tapes, layout_of
 
 # Shapes and scalars seen lately; a call costs some kilobytes.
 _MOST = 64
@@ -30,9 +30,15 @@ class Known:
     expanded: Mapping[str, torch.Size | None]
     # Whether tensors say how the others are stored.
     is_stored: bool
+    # Names of the tensors among arguments and data, each once, and the declaration's own tensors.
+    given: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    own: tuple[torch.Tensor, ...] = ()
     _found: dict[Any, Any] = field(default_factory=dict)
     tapes: Tapes = field(default_factory=Tapes)
-    _fits: Callable[[], Schedule | None] = lambda: None
+    # What was found to be needed for such a call, by what is asked beside (`ready.py`).
+    ready: dict[Any, Any] = field(default_factory=dict)
+    _fits: str | None = None
 
     def once(self, asked: Any, find: Callable[[], Any]) -> Any:
         """What follows from the call and from what is asked of it, found once."""
@@ -43,21 +49,36 @@ class Known:
             found = self._found[asked] = find()
         return found
 
-    def fits(self, schedule: Schedule) -> bool:
-        """Whether this very schedule was found to fit before."""
-        return self._fits() is schedule
+    def fits(self, schedule: Any) -> bool:
+        """Whether the schedule, or one just like it, was found to fit before."""
+        return self._fits is not None and getattr(schedule, "fit_text", None) == self._fits
 
     def found_to_fit(self, schedule: Schedule) -> None:
-        self._fits = weakref.ref(schedule)
+        self._fits = schedule.fit_text
+
+    def read(self, data: Mapping[str, Any]) -> list[torch.Tensor]:
+        """What the expressions of the same call read, in the spec's order, of other data."""
+        found = []
+        for name, shape, own in self._places:
+            if own is not None:
+                found.append(own)
+            else:
+                found.append(data[name] if shape is None else data[name].expand(shape))
+        return found
+
+    @cached_property
+    def _places(self) -> list[tuple[str, torch.Size | None, torch.Tensor | None]]:
+        own = self.call.bound.tensors
+        names = (tensor.name for tensor in self.call.bound.spec.tensors)
+        return [(n, self.expanded.get(n), own.get(n)) for n in names]
 
     def again(
         self, text: CallText, q: Any, k: Any, v: Any, given: Mapping[str, Any], data: Any
     ) -> Call:
         """The same call of other tensors."""
         same, spec = self.call, self.call.bound.spec
-        tensors = dict(same.bound.tensors)
-        for name, shape in self.expanded.items():
-            tensors[name] = data[name] if shape is None else data[name].expand(shape)
+        names = (tensor.name for tensor in spec.tensors)
+        tensors = dict(zip(names, self.read(data), strict=True))
         bound = Bound(spec, same.bound.scalars, tensors)
         if spec.heads is not None:
             v = k[..., : spec.heads.rank]
@@ -77,6 +98,10 @@ class KnownCalls:
     def __init__(self) -> None:
         self._known: dict[Any, Known] = {}
 
+    def seen(self, key: Any) -> Known | None:
+        """What is known of calls with this key, if one was checked before."""
+        return None if key is None else self._known.get(key)
+
     def checked(
         self,
         key: Any,
@@ -90,7 +115,7 @@ class KnownCalls:
     ) -> tuple[Known, Call]:
         """The call, by `check(storage=..., **arguments)` if none like it was checked before, and
         what is known of those."""
-        known = None if key is None else self._known.get(key)
+        known = self.seen(key)
         if known is not None:
             return known, known.again(text, q, k, v, given, data)
         arguments = dict(given)
@@ -108,14 +133,18 @@ class KnownCalls:
             if n in read
         }
         own = {n: x for n, x in read.items() if n not in mine}
-        is_stored = any(isinstance(x, torch.Tensor) for n, x in given.items() if n != "sinks")
+        names = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
+        is_stored = any(n != "sinks" for n in names)
+        if given.get("cu_seqlens_kv") is given.get("cu_seqlens_q"):
+            # Whether they are one is a part of the key.
+            names = [n for n in names if n != "cu_seqlens_kv"]
         none: Any = None
         bare = replace(
             *(call,),
             text=none, q=none, k=none, v=none, sinks=None, bound=replace(call.bound, tensors=own),
             geometry=none if is_stored else call.geometry,
         )  # fmt: skip
-        known = Known(bare, expanded, is_stored)
+        known = Known(bare, expanded, is_stored, tuple(names), tuple(mine), tuple(own.values()))
         if key is not None:
             if len(self._known) >= _MOST:
                 self._known.clear()
@@ -126,41 +155,43 @@ class KnownCalls:
 def key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
     """What a check looks at, and how the tensors lie; None where it looks at a tensor's elements,
     or would cast."""
-    if not isinstance(q, torch.Tensor) or torch.is_autocast_enabled(q.device.type):
-        return None
-    if config.debug:
+    if not isinstance(q, torch.Tensor) or config.debug:
         return None
     device = q.device
-    parts: list[Any] = [device, config.tune]
+    kind = device.type
+    if torch.is_autocast_enabled(kind):
+        return None
+    parts: list[Any] = [config.tune]
     for x in (q, k, v):
-        if isinstance(x, torch.Tensor) and x.device == device:
-            parts += (x.shape, x.stride(), x.dtype, place_of(x))
-        elif x is None:
-            parts.append("none")
-        else:
+        part = "none" if x is None else _part_of(x, device)
+        if part is None:
             return None
+        parts.append(part)
     for name, x in arguments.items():
         if x is None:
             continue
-        if isinstance(x, torch.Tensor):
-            # Lengths and places on a CPU are read.
-            if x.device != device or (name != "sinks" and device.type == "cpu"):
-                return None
-            parts += (name, x.shape, x.stride(), x.dtype, place_of(x))
-        elif type(x) in _PLAIN:
-            parts += (name, type(x), x)
-        else:
+        # Lengths and places on a CPU are read.
+        if isinstance(x, torch.Tensor) and kind == "cpu" and name != "sinks":
             return None
+        if (part := _part_of(x, device)) is None:
+            return None
+        parts += (name, part)
     if arguments.get("cu_seqlens_q") is not None:
         parts.append(arguments["cu_seqlens_q"] is arguments["cu_seqlens_kv"])
     for name, x in data.items():
-        if isinstance(x, torch.Tensor):
-            if x.ndim == 0 or x.layout != torch.strided or x.device != device:
-                return None
-            parts += (name, x.shape, x.stride(), x.dtype, place_of(x))
-        elif type(x) in _PLAIN:
-            parts += (name, type(x), x)
-        else:
+        if isinstance(x, torch.Tensor) and (x.ndim == 0 or x.layout != torch.strided):
             return None
-    # What lies nowhere is wrapped by a function transform.
-    return None if None in parts else tuple(parts)
+        if (part := _part_of(x, device)) is None:
+            return None
+        parts += (name, part)
+    return tuple(parts)
+
+
+def _part_of(x: Any, device: torch.device) -> Any:
+    """An argument's part of a key; None of what is looked at in each call."""
+    if isinstance(x, torch.Tensor):
+        layout = layout_of(x)
+        place, found = layout[3:]
+        # What lies nowhere is wrapped by a function transform.
+        return None if place is None or found != device else layout
+    return (type(x), x) if type(x) in _PLAIN else None

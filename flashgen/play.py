@@ -2,10 +2,12 @@
 
 A buffer that only kernels see needs no tensor: it is a part of one allocation, and so are those
 that start as zeros, which are cleared together. Of views that only kernels see an address is all
-that is needed."""
+that is needed. Kernels read addresses from one table, so a play writes each of them once."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +20,8 @@ from .direct import DirectLaunch, clear
 
 # Of a list of tensors the places that are filled, and with which of all tensors of the call.
 Fills = Sequence[tuple[int, int]]
-# Over tensors, their addresses, and the stream that kernels run on.
-Step = Callable[[list[Any], list[int], Any], None]
+# Over tensors, and the stream that kernels run on.
+Step = Callable[[list[Any], Any], None]
 # Where parts of an allocation start, as the allocator itself starts.
 _ALIGNMENT = 512
 
@@ -47,15 +49,12 @@ class Buffer:
         last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return math.ceil((last + 1) * self.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
 
-    def step(self) -> Step:
-        slot, shape, strides = self.slot, self.shape, self.strides
-        dtype, device, is_zero = self.dtype, self.device, self.is_zero
-
-        def step(slots: list[Any], _: list[int], __: Any) -> None:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            slots[slot] = made.zero_() if is_zero else made
-
-        return step
+    @property
+    def make(self) -> Callable[[], torch.Tensor]:
+        """What allocates it."""
+        how: Any = {"dtype": self.dtype, "device": self.device}
+        make = functools.partial(torch.empty_strided, self.shape, self.strides, **how)
+        return (lambda: make().zero_()) if self.is_zero else make
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,11 @@ class Operation:
     ) -> Operation:
         return Operation(func, _blanked(args, fills), kwargs, fills, results)
 
-    def step(self) -> Step:
+    def step(self, addresses: Any) -> Step:
         func, blank, kwargs, fills = self.func, self.args, self.kwargs, self.fills
         results, single = self.results, self.results[0] if len(self.results) == 1 else None
 
-        def step(slots: list[Any], _: list[int], __: Any) -> None:
+        def step(slots: list[Any], _: Any) -> None:
             given = blank.copy()
             for place, slot in fills:
                 given[place] = slots[slot]
@@ -101,8 +100,8 @@ class View:
     offset: int
     operation: Operation
 
-    def step(self) -> Step:
-        return self.operation.step()
+    def step(self, addresses: Any) -> Step:
+        return self.operation.step(addresses)
 
 
 @dataclass(frozen=True)
@@ -132,14 +131,10 @@ class Launch:
         ]
         return Launch(run, _blanked(arguments, fills), fills, described, takes_stream, directly)
 
-    def step(self) -> Step:
+    def step(self, addresses: Any) -> Step:
         if self.direct is not None:
-            launch = self.direct.filled(self.fills)
-
-            def by_address(_: list[Any], addresses: list[int], stream: Any) -> None:
-                launch(addresses, stream)
-
-            return by_address
+            launch = self.direct.reading(addresses, self.fills)
+            return lambda _, stream: launch(stream)
 
         run, blank, described, takes_stream = (
             *(self.run, self.arguments, self.described, self.takes_stream),
@@ -147,7 +142,7 @@ class Launch:
         places = {place for place, *_ in described}
         plain = [fill for fill in self.fills if fill[0] not in places]
 
-        def by_tensor(slots: list[Any], _: list[int], stream: Any) -> None:
+        def by_tensor(slots: list[Any], stream: Any) -> None:
             given = blank.copy()
             for place, slot in plain:
                 given[place] = slots[slot]
@@ -170,7 +165,7 @@ class Play:
     """Does what was recorded on other tensors of a device: `given` of them, then those made,
     `count` in all.
 
-    `results`: which of them are returned."""
+    `results`: which of them are returned; `device`: where they are."""
 
     def __init__(
         self,
@@ -180,40 +175,101 @@ class Play:
         results: Sequence[int | None],
         device: torch.device,
     ) -> None:
-        self._device = device
-        self._blank, self._addresses = [None] * (count - given), [0] * count
-        self._results = tuple(results)
+        self._blank, self._count = [None] * (count - given), count
+        self._results, self._device = tuple(results), device
+        # None on a CPU, whatever the annotation of `torch.device.index` says.
+        self._index: int | None = device.index
         real = _real(records, results)
-        addressed = _addressed(records)
-        hidden = [r for r in records if isinstance(r, Buffer) and r.slot not in real]
-        self._parts, self._cleared, self._size = _packed(hidden)
-        self._given = tuple(slot for slot in sorted(addressed) if slot < given)
-        self.steps: list[Step] = []
-        for record in records:
-            if isinstance(record, View) and record.slot not in real:
-                if record.slot in addressed:
-                    self.steps.append(_move(record))
-            elif not isinstance(record, Buffer) or record.slot in real:
-                self.steps.append(record.step())
-                self.steps += [_locate(slot) for slot in _results_of(record) if slot in addressed]
+        self._addressed = _addressed(records)
+        buffers = [r for r in records if isinstance(r, Buffer)]
+        self._buffers = [(b.slot, b.make) for b in buffers if b.slot in real]
+        self._parts, self._cleared, self._size = _packed([b for b in buffers if b.slot not in real])
+        known = {*range(given), *(b.slot for b in buffers)}
+        self._given = tuple(slot for slot in self._addressed if slot < given)
+        self._moves, self.records = _sorted(records, real, self._addressed, known)
+        # Tables of addresses, and steps that read them, for each thread that plays at a time.
+        self._ready: list[tuple[Any, list[Step]]] = []
 
     def __call__(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        slots, addresses = [*tensors, *self._blank], self._addresses.copy()
-        device = self._device
+        index = self._index
+        if index is None:
+            return self._play(tensors, None)
+        if torch._C._cuda_getDevice() == index:
+            return self._play(tensors, torch._C._cuda_getCurrentRawStream(index))
+        with torch.cuda.device(index):
+            return self._play(tensors, torch._C._cuda_getCurrentRawStream(index))
+
+    def _play(self, tensors: Sequence[Any], stream: Any) -> Sequence[Any]:
+        try:
+            ready = self._ready.pop()
+        except IndexError:
+            ready = self._prepare()
+        addresses, steps = ready
+        slots = [*tensors, *self._blank]
         for slot in self._given:
             addresses[slot] = slots[slot].data_ptr()
-        with on_device(device):
-            stream = _stream_of(device)
-            if self._size:
-                buffer = torch.empty(self._size, dtype=torch.uint8, device=device)
-                start = buffer.data_ptr()
-                for slot, offset in self._parts:
-                    addresses[slot] = start + offset
-                if self._cleared:
-                    clear(start, self._cleared, stream)
-            for step in self.steps:
-                step(slots, addresses, stream)
+        for slot, make in self._buffers:
+            slots[slot] = made = make()
+            addresses[slot] = made.data_ptr()
+        if self._size:
+            hidden = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            start = hidden.data_ptr()
+            for slot, offset in self._parts:
+                addresses[slot] = start + offset
+            if self._cleared:
+                clear(start, self._cleared, stream)
+        for slot, base, offset in self._moves:
+            addresses[slot] = addresses[base] + offset
+        for step in steps:
+            step(slots, stream)
+        self._ready.append(ready)
         return [None if slot is None else slots[slot] for slot in self._results]
+
+    def _prepare(self) -> tuple[Any, list[Step]]:
+        """A table of addresses, and the steps that read it."""
+        addresses, steps = (ctypes.c_uint64 * self._count)(), []
+        for record in self.records:
+            steps.append(record.step(addresses))
+            found = (slot for slot in _results_of(record) if slot in self._addressed)
+            steps += [_locate(slot, addresses) for slot in found]
+        return addresses, steps
+
+
+@dataclass(frozen=True)
+class Move:
+    """A view of which an address is all that is needed."""
+
+    slot: int
+    base: int
+    offset: int
+
+    def step(self, addresses: Any) -> Step:
+        slot, base, offset = self.slot, self.base, self.offset
+
+        def step(_: list[Any], __: Any) -> None:
+            addresses[slot] = addresses[base] + offset
+
+        return step
+
+
+def _sorted(
+    records: Sequence[Record], real: set[int], addressed: set[int], known: set[int]
+) -> tuple[list[tuple[int, int, int]], list[Operation | View | Launch | Move]]:
+    """Views whose addresses follow from what is there before anything is done, `known`; and what is
+    done, in order."""
+    moves: list[tuple[int, int, int]] = []
+    rest: list[Operation | View | Launch | Move] = []
+    for record in records:
+        if isinstance(record, Buffer):
+            continue
+        if not isinstance(record, View) or record.slot in real:
+            rest.append(record)
+        elif record.slot in addressed and record.base in known:
+            moves.append((record.slot, record.base, record.offset))
+            known.add(record.slot)
+        elif record.slot in addressed:
+            rest.append(Move(record.slot, record.base, record.offset))
+    return moves, rest
 
 
 def _real(records: Sequence[Record], results: Sequence[int | None]) -> set[int]:
@@ -250,24 +306,16 @@ def _packed(buffers: Sequence[Buffer]) -> tuple[tuple[tuple[int, int], ...], int
     return tuple(parts), cleared, size
 
 
-def _results_of(record: Record) -> Sequence[int]:
-    if isinstance(record, Launch):
-        return ()
-    return record.results if isinstance(record, Operation) else (record.slot,)
+def _results_of(record: Operation | View | Launch | Move) -> Sequence[int]:
+    """Slots of the tensors that it makes."""
+    if isinstance(record, Operation):
+        return record.results
+    return (record.slot,) if isinstance(record, View) else ()
 
 
-def _locate(slot: int) -> Step:
-    def step(slots: list[Any], addresses: list[int], _: Any) -> None:
+def _locate(slot: int, addresses: Any) -> Step:
+    def step(slots: list[Any], _: Any) -> None:
         addresses[slot] = slots[slot].data_ptr()
-
-    return step
-
-
-def _move(view: View) -> Step:
-    slot, base, offset = view.slot, view.base, view.offset
-
-    def step(_: list[Any], addresses: list[int], __: Any) -> None:
-        addresses[slot] = addresses[base] + offset
 
     return step
 
@@ -288,8 +336,3 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def _stream_of(device: torch.device) -> Any:
-    """The handle of a GPU's current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None

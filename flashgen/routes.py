@@ -94,13 +94,9 @@ def _timed(call: Call, backend: str) -> Callable[[tuple[int, int]], Callable[[],
 
         def run() -> None:
             with config.override(tune="off"):
-                out, _ = ops.attention(
-                    *(call.q, call.k, call.v),
-                    backend=choice.name,
-                    bound=call.bound,
-                    sinks=call.sinks,
-                    **ops.arguments_of(call, schedule, False),
-                )
+                arguments = ops.arguments_of(call, schedule, False)
+                made = ops.engine(choice.name, call.bound, **arguments)
+                out, _ = ops.attention(made, call.q, call.k, call.v, call.sinks, call.data)
                 if inputs and torch.is_grad_enabled():
                     torch.autograd.grad(out, inputs, grad)
 

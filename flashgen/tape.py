@@ -84,10 +84,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._records: list[Record] = []
-        self._given = len(tensors)
+        self._given = self._count = len(tensors)
         # Tensors by identity; held, so that no other takes their place in memory.
         self._held: list[torch.Tensor | None] = list(tensors)
         self._slots = {id(x): i for i, x in enumerate(tensors) if x is not None}
+        self._buffers: set[int] = set()
         self._is_sound, self._is_paused = True, False
 
     def __enter__(self) -> Recorder:
@@ -120,9 +121,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_sound = False
             return
         fills = self._fills(args)
+        if func is _ATEN.detach.default and fills[0][1] in self._buffers:
+            # How an allocation ends where a mode looks on: nobody else has the tensor.
+            self._hold(results, fills[0][1])
+            return
         slots = [self._slot_of(x) for x in made]
         if func in _EMPTY or func in _ZEROS:
             self._records.append(Buffer.like(slots[0], results, func in _ZEROS))
+            self._buffers.add(slots[0])
             return
         operation = Operation.of(func, args, kwargs, fills, slots)
         if func.is_view and isinstance(results, torch.Tensor) and fills[0][0] == 0:
@@ -161,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = next((x.device for x in self._held if x is not None), None)
         if device is None:
             return None
-        return Play(self._records, self._given, len(self._held), slots, device)
+        return Play(self._records, self._given, self._count, slots, device)
 
     def _fills(self, leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """(place, slot) of each tensor. What is in no slot came from elsewhere."""
@@ -171,9 +177,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _slot_of(self, x: torch.Tensor) -> int:
         if id(x) not in self._slots:
-            self._slots[id(x)] = len(self._held)
-            self._held.append(x)
+            self._hold(x, self._count)
+            self._count += 1
         return self._slots[id(x)]
+
+    def _hold(self, x: torch.Tensor, slot: int) -> None:
+        self._slots[id(x)] = slot
+        self._held.append(x)
 
 
 def recorder() -> Recorder | None:
@@ -183,17 +193,26 @@ def recorder() -> Recorder | None:
 
 
 def layout_of(x: torch.Tensor | None) -> Any:
-    """What of a tensor the host's work depends on."""
+    """What of a tensor the host's work depends on: its place and its device are last."""
     if x is None:
         return None
     return x.shape, x.stride(), x.dtype, place_of(x), x.device
 
 
+def layouts_of(*tensors: torch.Tensor | None) -> str:
+    """The same of many, for tensors that are looked at once: a key whose hash is kept."""
+    return repr([layout_of(x) for x in tensors])
+
+
 def place_of(x: torch.Tensor) -> int | None:
     """Bytes after a boundary of 16; None of what function transforms wrap, which lies nowhere."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    try:
+        address = x.data_ptr()
+    except RuntimeError:
         return None
-    return x.data_ptr() & 15
+    if not address and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return None
+    return address & 15
 
 
 def _has_twins(tensors: Tensors) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,9 +39,13 @@ class Driver:
         size._obj.value = ctypes.sizeof(self.types[i])
         return 0
 
-    def cuLaunchKernel(self, function: int, *given: Any) -> int:
-        *how, stream, params, extra = given
-        assert extra is None
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: Any, extra: Any) -> int:
+        *how, stream, attributes, count = (
+            getattr(config._obj, name) for name, _ in config._obj._fields_
+        )
+        assert function.value == 77
+        assert (attributes, count, extra) == (None, 0, None)
+        params = params._obj
         values = [kind.from_address(at).value for kind, at in zip(self.types, params, strict=True)]
         self.launched.append((tuple(how), stream, values))
         return self.codes.pop(0) if self.codes else 0
@@ -52,6 +57,7 @@ class Driver:
 
 def compiled(kinds: dict[str, str], **changes: Any) -> Any:
     meta = {
+        "name": "attend",
         "target": SimpleNamespace(backend="cuda"), "num_warps": 4, "num_ctas": 1, "shared": 1000,
         "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
         "profile_scratch_size": 0, "tensordesc_meta": None,
@@ -74,19 +80,88 @@ def arguments() -> list[Any]:
     return [torch.zeros(2), -5, 2**40, 0.25, 64, torch.zeros(2)]
 
 
-def test_scalars_stand_and_addresses_are_filled_in(driver: Driver) -> None:
+def table(*addresses: int) -> Any:
+    return (ctypes.c_uint64 * len(addresses))(*addresses)
+
+
+def reading(addresses: Any, *fills: tuple[int, int]) -> direct.Launcher:
+    return direct.DirectLaunch(compiled(KINDS), 9, arguments()).reading(addresses, fills)
+
+
+def test_scalars_stand_and_addresses_are_read_from_a_table(driver: Driver) -> None:
     """Also after everything else that had to do with the kernel is gone."""
-    launch = direct.DirectLaunch(compiled(KINDS), 9, arguments()).filled([(5, 0), (0, 2)])
+    addresses = table(111, 222, 333)
+    launch = reading(addresses, (5, 0), (0, 2))
     gc.collect()
     noise = [ctypes.c_int64(-1) for _ in range(1000)]
-    launch([111, 222, 333], 5)
-    launch([444, 555, 2**47], 6)
+    launch(5)
+    addresses[:] = [444, 555, 2**47]
+    launch(6)
     how = (9, 1, 1, 128, 1, 1, 1000)
     assert driver.launched == [
         (how, 5, [333, -5, 2**40, 0.25, 111, 0, 0]),
         (how, 6, [2**47, -5, 2**40, 0.25, 444, 0, 0]),
     ]
     del noise
+
+
+class Describing(Driver):
+    """A driver that makes descriptors: an address, and what else there is, `rest(address)`."""
+
+    def __init__(self, rest: Callable[[int], bytes]) -> None:
+        super().__init__(
+            [ctypes.c_char * 128, *[ctypes.c_int32] * 2, *[ctypes.c_int64] * 2, ctypes.c_int32]
+        )
+        self.rest, self.made = rest, []
+        self.seen: list[tuple[int, bytes]] = []
+
+    def cuTensorMapEncodeTiled(self, at: Any, kind: int, rank: int, address: Any, *how: Any) -> int:
+        made = address.value.to_bytes(8, "little") + self.rest(address.value).ljust(120, b"\1")
+        ctypes.memmove(at, made, 128)
+        self.made.append((kind, rank, *map(list, how[:4]), *how[4:]))
+        return 0
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: Any, extra: Any) -> int:
+        at = params._obj[0]
+        assert at % 64 == 0
+        found = ctypes.string_at(at, 128)
+        self.seen.append((int.from_bytes(found[:8], "little"), found[8:]))
+        return 0
+
+
+def described(base: torch.Tensor) -> Any:
+    """A launch whose first argument is a descriptor of tiles [64, 32] of it."""
+    kinds = {"x": "tensordesc<bf16[64, 32]>", "n": "i32"}
+    meta = {
+        "swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 32], "fp4_padded": False
+    }  # fmt: skip
+    value = SimpleNamespace(base=base, shape=[128, 96], strides=[96, 1], padding="zero")
+    return direct.DirectLaunch(compiled(kinds, tensordesc_meta=[meta]), 9, [value, 7])
+
+
+def test_descriptors_are_moved_by_their_first_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Describing(lambda _: b"rest")
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    made = described(torch.zeros(128, 96, dtype=torch.bfloat16))
+    # Sizes from the last dimension on, strides in bytes.
+    assert driver.made[0] == (9, 2, [96, 128], [192, 0], [32, 64], [1, 1], 0, 3, 2, 0)
+    first, second = table(1 << 40, 5), table(7, 1 << 41)
+    launches = made.reading(first, [(0, 0)]), made.reading(second, [(0, 1)])
+    for launch in launches:
+        launch(0)
+    first[0] = 1 << 42
+    launches[0](0)
+    rest = b"rest".ljust(120, b"\1")
+    assert driver.seen == [(1 << 40, rest), (1 << 41, rest), (1 << 42, rest)]
+
+
+def test_a_descriptor_with_more_of_its_address_is_left_to_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Describing(lambda address: address.to_bytes(8, "big"))
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    with pytest.raises(direct.Unknown):
+        described(torch.zeros(128, 96, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +199,10 @@ def test_kinds_that_are_not_known_are_left_to_triton(driver: Driver) -> None:
 
 
 def test_a_failure_says_what_the_driver_says(driver: Driver) -> None:
-    launch = direct.DirectLaunch(compiled(KINDS), 9, arguments()).filled([(0, 0), (5, 0)])
+    launch = reading(table(1), (0, 0), (5, 0))
     driver.codes = [700]
-    with pytest.raises(RuntimeError, match="no such thing"):
-        launch([1], 0)
+    with pytest.raises(RuntimeError, match="attend can't be launched: no such thing"):
+        launch(0)
 
 
 def test_a_thread_without_a_context_gets_one(
@@ -136,8 +211,8 @@ def test_a_thread_without_a_context_gets_one(
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    launch = direct.DirectLaunch(compiled(KINDS), 9, arguments()).filled([(0, 0), (5, 0)])
+    launch = reading(table(1), (0, 0), (5, 0))
     driver.codes = [201, 0]
-    launch([1], 0)
+    launch(0)
     assert chosen == [3]
     assert len(driver.launched) == 2

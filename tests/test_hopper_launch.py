@@ -54,14 +54,7 @@ def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -
     given = {"kv_lens": kv_lens, **data}
     call = attention._check_look(q, k, k, given | _sinks(attention))
     schedule = attention.schedule(q, k, block_size=(128, 128), **given)
-    arguments = ops.arguments_of(call, schedule, False)
-    out, lse = ops.attention(
-        *(call.q, call.k, call.v),
-        backend="hopper",
-        bound=call.bound,
-        sinks=call.sinks,
-        **arguments,
-    )
+    out, lse = run(call, schedule)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     assert launched == ["attention_forward", "repair_rows"]
@@ -69,7 +62,8 @@ def test_forward(launched: list[str], attention: Any, data: Any, kv_lens: Any) -
 
 def run(call: Any, schedule: Any, deterministic: bool = False) -> Any:
     arguments = ops.arguments_of(call, schedule, deterministic)
-    return ops.attention(call.q, call.k, call.v, backend="hopper", bound=call.bound, **arguments)
+    made = ops.engine("hopper", call.bound, **arguments)
+    return ops.attention(made, call.q, call.k, call.v, call.sinks, call.data)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -59,13 +59,8 @@ def test_planning_forward_and_backward(
         *tensors, block_size=(64, 64), **_arguments(call, keys), **CASES[name][1], q_offset=q_offset
     )
     launched.clear()
-    out, lse = ops.attention(
-        *(call.q, call.k, call.v),
-        backend="portable",
-        bound=call.bound,
-        sinks=call.sinks,
-        **ops.arguments_of(call, made, False),
-    )
+    engine = ops.engine("portable", call.bound, **ops.arguments_of(call, made, False))
+    out, lse = ops.attention(engine, call.q, call.k, call.v, call.sinks, call.data)
     assert out.shape == call.q.shape
     assert lse.shape == call.q.shape[:3]
     assert launched == ["attention_forward"]

@@ -121,7 +121,8 @@ def test_nothing_is_held_and_nobody_listens_afterwards() -> None:
         work.run(tapes, *pair())
     assert recorder() is None
     play = next(x for x in tapes._plays.values() if isinstance(x, Play))
-    for step in play.steps:
+    ((_, steps),) = play._ready or [play._prepare()]
+    for step in steps:
         cells = [cell.cell_contents for cell in step.__closure__ or ()]
         lists = [x for cell in cells if isinstance(cell, (list, tuple)) for x in cell]
         assert not any(isinstance(x, torch.Tensor) for x in (*cells, *lists))
@@ -181,16 +182,17 @@ class Adding:
     def __call__(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         out.view(-1)[: self.count] += x.reshape(-1) + y.reshape(-1)
 
-    def filled(self, fills: Any) -> Any:
-        def launch(addresses: list[int], stream: Any) -> None:
-            self.launches += 1
-            x, y, out = (
-                (ctypes.c_float * self.count).from_address(addresses[slot]) for _, slot in fills
-            )
-            for i in range(self.count):
-                out[i] += x[i] + y[i]
+    def reading(self, addresses: Any, fills: Any) -> Any:
+        def launch(stream: Any) -> None:
+            self.added(*(addresses[slot] for _, slot in fills))
 
         return launch
+
+    def added(self, *addresses: int) -> None:
+        self.launches += 1
+        x, y, out = ((ctypes.c_float * self.count).from_address(at) for at in addresses)
+        for i in range(self.count):
+            out[i] += x[i] + y[i]
 
 
 def launched(kernel: Adding, *tensors: torch.Tensor) -> None:
@@ -235,3 +237,51 @@ def test_what_only_kernels_see_is_one_allocation(monkeypatch: pytest.MonkeyPatch
     assert kernel.launches == 9
     # hidden and long, each from a boundary on.
     assert set(cleared) == {1024}
+
+
+def test_views_of_what_an_operation_made_are_located_after_it() -> None:
+    """Their addresses are known then only; a kernel may follow an operation that follows one."""
+    kernel = Adding(4)
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> Any:
+        first, out = torch.zeros(8), torch.zeros(4)
+        launched(kernel, x[1:2], y[1:2], first[4:])
+        made = first * 3
+        launched(kernel, made[4:], x[2:], out)
+        return (out,)
+
+    tapes, counted = Tapes(), Counted(work)
+    for _ in range(5):
+        x, y = pair()
+        (out,) = counted.run(tapes, x, y)
+        torch.testing.assert_close(out, 3 * (x[1] + y[1]) + x[2])
+    assert counted.times == 2
+
+
+def test_a_record_may_be_played_while_it_is_played() -> None:
+    """Another thread's addresses are its own."""
+    kernel, tapes = Adding(12), Tapes()
+    inner: list[torch.Tensor] = []
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = torch.zeros(3, 4)
+        launched(kernel, x, y, out)
+        return (out,)
+
+    counted = Counted(work)
+    for _ in range(3):
+        counted.run(tapes, *pair())
+    add = kernel.added
+
+    def interrupted(*addresses: int) -> None:
+        if not inner:
+            inner.append(torch.zeros(()))
+            given = pair()
+            inner[0] = counted.run(tapes, *given)[0] - sum(given)
+        add(*addresses)
+
+    kernel.added = interrupted  # type: ignore[method-assign]
+    x, y = pair()
+    torch.testing.assert_close(counted.run(tapes, x, y)[0], x + y)
+    torch.testing.assert_close(inner[0], torch.zeros(3, 4))
+    assert counted.times == 2

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,8 +52,7 @@ class Gradients:
     data: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """What the forward leaves to the backward, and the gradients of its results.
 
     q, k, v, out as in the call, out contiguous; lse [B, Hq, Sq], natural; `grad_out` in out's
@@ -66,10 +65,6 @@ class Saved:
     lse: torch.Tensor
     grad_out: torch.Tensor | None
     grad_lse: torch.Tensor | None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.q, self.k, self.v, self.out, self.lse, self.grad_out, self.grad_lse
 
 
 @functools.lru_cache(maxsize=1024)

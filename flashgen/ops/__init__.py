@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .eager import attention
-from .engine import arguments_of
+from .eager import again, attention
+from .engine import Engine, Kernels, arguments_of, engine
 
-__all__ = ["arguments_of", "as_operators", "attention"]
+__all__ = ["Engine", "Kernels", "again", "arguments_of", "as_operators", "attention", "engine"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,36 +12,47 @@ from .. import transforms
 from ..errors import FlashgenError
 from ..geometry import refuse_paged
 from ..launch.backward import Saved
-from ..spec import Bound
-from .engine import Engine, Gradients, engine, no_autocast
+from .engine import Engine, Gradients, no_autocast
 
 
 def attention(
+    made: Engine,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    backend: str,
-    bound: Bound,
-    sinks: torch.Tensor | None = None,
-    **arguments: Any,
+    sinks: torch.Tensor | None,
+    data: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the visited tiles, differentiable once.
+    """Attention over the visited tiles by an engine, differentiable once.
 
-    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq];
-    `backend`: cpu, interpret, portable or hopper; `arguments` are those of `launch.forward`, and
-    `deterministic` and `tapes`. Returns out [B, Hq, Sq, Dv] in q's dtype and the natural-log LSE
-    [B, Hq, Sq] in float32 (float64 for float64 queries). Packed: q, out [1, H, T, D], the LSE
-    [1, H, T]; paged: k, v [pages, Hkv, page size, D], without gradients. Gradients reach q, k, v,
-    sinks and the float data of the score function; only those asked for are computed.
+    q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv], any strides; `sinks` [Hq]; `data`:
+    what the spec's expressions read, in its order. Returns out [B, Hq, Sq, Dv] in q's dtype and the
+    natural-log LSE [B, Hq, Sq] in float32 (float64 for float64 queries). Packed: q, out
+    [1, H, T, D], the LSE [1, H, T]; paged: k, v [pages, Hkv, page size, D], without gradients.
+    Gradients reach q, k, v, sinks and the float data of the score function; only those asked for
+    are computed.
     Raises FlashgenError where a second derivative is asked for, or a batched or forward one."""
-    made = engine(backend, bound, **arguments)
-    data = [bound.tensors[tensor.name] for tensor in bound.spec.tensors]
     if not _is_watched(q, k, v, sinks, *data):
         with no_autocast(q.device):
             return made.forward(q, k, v, sinks, data)
     function = _Transformed if transforms.are_active() else _Attention
     out, lse = function.apply(made, q, k, v, sinks, *data)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def again(
+    made: Engine,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    data: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` where a gradient is wanted, by an engine that one like it was done with: no
+    function transform is active, and no tensor is one's."""
+    # What a function's own `apply` does beside this looks for function transforms.
+    apply: Any = super(torch.autograd.Function, _Attention).apply
+    out, lse = apply(made, q, k, v, sinks, *data)
     return out, lse
 
 

@@ -92,9 +92,19 @@ class Kernels:
         self._run_forward = launch_hopper.forward if hopper else launch.forward
         self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
-        self.geometry, self._schedule = arguments["geometry"], arguments["schedule"].for_call()
-        self._arguments = {**arguments, "schedule": self._schedule}
+        self.geometry = arguments["geometry"]
+        schedule: Schedule | None = arguments.pop("schedule")
+        # None of an engine that waits for one.
+        self._schedule: Any = None if schedule is None else schedule.for_call()
+        self._arguments = arguments
         self._tapes = tapes or Tapes()
+
+    def on(self, schedule: Schedule | None) -> Kernels:
+        """The same on another schedule of the same tiles, outside of CUDA graphs."""
+        made = object.__new__(Kernels)
+        made.__dict__.update(self.__dict__)
+        made._schedule = schedule
+        return made
 
     def forward(
         self,
@@ -105,8 +115,8 @@ class Kernels:
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            bound = _with_tensors(self._bound, data)
-            return self._run_forward(q, k, v, bound=bound, sinks=sinks, **self._arguments)
+            given = {"bound": _with_tensors(self._bound, data), "schedule": self._schedule}
+            return self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
 
         read, layout = self._schedule.read_by(ranges=not self._hopper)
         key = ("forward", self._hopper, launch.precision_of(q.dtype), layout)
@@ -134,6 +144,7 @@ class Kernels:
                 sinks_wanted=needed[3],
                 deterministic=deterministic,
                 hopper=self._hopper,
+                schedule=self._schedule,
                 **self._arguments,
             )
             of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
@@ -142,7 +153,7 @@ class Kernels:
         read, layout = self._schedule.read_by(by_key=True, ranges=True)
         how = (self._hopper, deterministic, tuple(needed), launch.precision_of(saved.q.dtype))
         # What was saved may have been put elsewhere in between.
-        others = (*saved.tensors, sinks, *data)
+        others = (*saved, sinks, *data)
         tensors = (*self.geometry.tensors, *read)
         return tuple(self._tapes.run(("backward", how, layout), tensors, run, others))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def _attention(
         else:
             arguments = arguments_of(call, schedule, known.deterministic)
             made = engine(choice, call.bound, tapes=tapes, **arguments)
-            out, lse = made.forward(call.q, call.k, call.v, call.sinks, _data(call))
+            out, lse = made.forward(call.q, call.k, call.v, call.sinks, call.data)
     if call.geometry.packing is None:
         return out, lse
     return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
@@ -152,7 +151,7 @@ def _backward(
     if is_packed:
         saved = _as_kernels_see(saved)
     with no_autocast(q.device):
-        grads = made.backward(saved, call.sinks, _data(call), (*needed[:3], *flags))
+        grads = made.backward(saved, call.sinks, call.data, (*needed[:3], *flags))
     if is_packed:
         rows = (None if x is None else x[0].transpose(0, 1) for x in grads[:3])
         grads = (*rows, *grads[3:])
@@ -165,8 +164,7 @@ def _backward(
 def _as_kernels_see(saved: Saved) -> Saved:
     """Packed results, and their gradients, as [1, H, T, D] and [1, H, T]."""
     grad_out, grad_lse = saved.grad_out, saved.grad_lse
-    return replace(
-        saved,
+    return saved._replace(
         out=saved.out.transpose(0, 1)[None],
         lse=saved.lse[None],
         grad_out=None if grad_out is None else grad_out.transpose(0, 1)[None],
@@ -269,10 +267,6 @@ def _scheduled(
 
 def _is_invariant(form: Form) -> bool:
     return bool(dict(form.static)["batch_invariant"])
-
-
-def _data(call: Call) -> list[torch.Tensor]:
-    return [call.bound.tensors[tensor.name] for tensor in call.bound.spec.tensors]
 
 
 for _name, _run, _fake in (

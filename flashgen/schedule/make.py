@@ -12,11 +12,10 @@ from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..order import tables_of
 from ..spec import Bound
-from ..storage import Packing
 from ..tape import Tapes
 from .classify import Planner, classify
 from .runs import Runs
-from .value import Schedule
+from .value import Schedule, shown
 
 
 def make_schedule(
@@ -147,50 +146,35 @@ def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) ->
             call=call,
             write="what attend.schedule(q, k, v, ...) returned",
         )
-    for what, made, needed in _differences(schedule, bound, geometry):
-        if made != needed:
+    needed = _needed(schedule, bound, geometry)
+    for what, made in schedule.fit.items():
+        if made != needed[what]:
+            found, wanted = made, needed[what]
+            if what == "the mask":
+                found, wanted = schedule.mask_name, f"another one, {bound.spec.name}"
             raise FlashgenError(
-                f"the schedule was made for {what} {made}, and this call has {needed}",
+                f"the schedule was made for {what} {found}, and this call has {wanted}",
                 call=call,
                 write="a schedule of this call: attend.schedule(q, k, v, ...)",
             )
 
 
-def _differences(schedule: Schedule, bound: Bound, geometry: Geometry) -> list[Any]:
-    batch, heads = schedule.states.shape[:2]
-    wide = geometry.varies_by_batch or bound.spec.uses("b")
-    packing = geometry.packing
-    if packing is not None or schedule.packing is not None:
-        batch, wide = schedule.shape[0], True
-    by_head = bound.spec.uses("h", "h_kv")
-    mask = (schedule.mask_name, schedule.mask_digest)
-    same = schedule.mask_digest == bound.spec.mask_digest
-    return [
-        ("device", schedule.device, geometry.device),
-        ("the mask", mask[0], mask[0] if same else f"another one, {bound.spec.name}"),
-        ("scalars", dict(schedule.scalars), dict(mask_scalars(bound))),
-        ("Sq =", schedule.q_len, geometry.q_len),
-        ("Skv =", schedule.kv_len, geometry.kv_len),
-        ("q_offset", _shown(schedule.q_offset), _shown(geometry.q_offset)),
-        ("kv_lens", _shown(schedule.kv_lens), _shown(geometry.kv_lens)),
-        ("cu_seqlens_q", _starts(schedule.packing), _starts(packing)),
-        ("queries in all", _total(schedule.packing), _total(packing)),
-        ("groups of", schedule.group, geometry.group if bound.spec.uses("h_kv") else None),
-        ("batch size", batch, geometry.batch if wide else 1),
-        ("heads", heads, geometry.heads if by_head else 1),
-    ]
-
-
-def _starts(packing: Packing | None) -> Any:
-    return _shown(None if packing is None else packing.cu_q)
-
-
-def _total(packing: Packing | None) -> int | None:
-    return None if packing is None else packing.total_q
-
-
-def _shown(value: int | torch.Tensor | None) -> Any:
-    """What can be compared without waiting for the device."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.tolist() if value.device.type == "cpu" else f"a tensor {list(value.shape)}"
+def _needed(schedule: Schedule, bound: Bound, geometry: Geometry) -> dict[str, Any]:
+    """What a schedule of the call fits, as `Schedule.fit` says it."""
+    packing, spec = geometry.packing, bound.spec
+    wide = geometry.varies_by_batch or spec.uses("b")
+    wide |= packing is not None or schedule.packing is not None
+    return {
+        "device": geometry.device,
+        "the mask": spec.mask_digest,
+        "scalars": dict(mask_scalars(bound)),
+        "Sq =": geometry.q_len,
+        "Skv =": geometry.kv_len,
+        "q_offset": shown(geometry.q_offset),
+        "kv_lens": shown(geometry.kv_lens),
+        "cu_seqlens_q": None if packing is None else shown(packing.cu_q),
+        "queries in all": None if packing is None else packing.total_q,
+        "groups of": geometry.group if spec.uses("h_kv") else None,
+        "batch size": geometry.batch if wide else 1,
+        "heads": geometry.heads if spec.uses("h", "h_kv") else 1,
+    }

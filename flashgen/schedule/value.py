@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from ..order import Ranges, find_ranges
 from ..storage import Packing
-from ..tape import Tapes, layout_of
+from ..tape import Tapes, layouts_of
 from .classify import FULL, PARTIAL
 from .runs import Runs, Visits, column_capacity, compact, visits
 
@@ -59,6 +59,30 @@ class Schedule:
         batch = self.states.shape[0] if self.packing is None else self.packing.batch
         return (batch, self.states.shape[1], self.q_len, self.kv_len)
 
+    @cached_property
+    def fit(self) -> Mapping[str, Any]:
+        """What calls must have for it to fit them; of a tensor on a device its shape."""
+        packing = self.packing
+        return {
+            "device": self.device,
+            "the mask": self.mask_digest,
+            "scalars": dict(self.scalars),
+            "Sq =": self.q_len,
+            "Skv =": self.kv_len,
+            "q_offset": shown(self.q_offset),
+            "kv_lens": shown(self.kv_lens),
+            "cu_seqlens_q": None if packing is None else shown(packing.cu_q),
+            "queries in all": None if packing is None else packing.total_q,
+            "groups of": self.group,
+            "batch size": self.shape[0],
+            "heads": self.shape[1],
+        }
+
+    @cached_property
+    def fit_text(self) -> str:
+        """`fit`, and the tile: alike schedules serve alike calls."""
+        return f"{self.block_size} {self.fit}"
+
     def to_dense(self) -> torch.Tensor:
         """The grid [B|1, H|1, query tiles, key tiles]: 0 empty, 1 partial, 2 full."""
         return self.states.clone() if self.packing is None else self.grid
@@ -103,20 +127,31 @@ class Schedule:
         """Runs along the rows: what the forward kernels consume."""
         return self._kv_runs if self._kv_runs is not None else compact(self.states, self._ragged)
 
-    def read_by(self, *, by_key: bool = False, ranges: bool = False) -> tuple[Any, Any]:
+    def read_by(self, *, by_key: bool = False, ranges: bool = False) -> tuple[Any, str]:
         """What kernels read of it, and how that is laid out; `by_key`: also along the columns,
         `ranges`: also where equal data lie."""
         name = f"read {by_key} {ranges}"
-        made: tuple[Any, Any] = self._kept(name, lambda: self._read_by(by_key, ranges))
+        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, ranges))
         return made
 
-    def _read_by(self, by_key: bool, ranges: bool) -> tuple[Any, Any]:
+    def _read_by(self, by_key: bool, ranges: bool) -> tuple[Any, str]:
         found = [self.states, self.q_sequences, *self.kv_runs.tensors]
         if ranges:
             found += [x for made in self.ranges for x in (made.range, made.order)]
         if by_key:
             found += [self.kv_sequences, *self.q_runs.tensors]
-        return tuple(found), (self.block_size, *map(layout_of, found))
+        return tuple(found), f"{self.block_size} {layouts_of(*found)}"
+
+    def read_by_decoding(self, group: int) -> tuple[Any, str]:
+        """What the kernel for few queries reads of it, and how that is laid out."""
+
+        def read() -> tuple[Any, str]:
+            made = self.visits(group)
+            found = made.counts, made.runs
+            return found, f"{self.block_size} {layouts_of(*found)}"
+
+        found: tuple[Any, str] = self._kept(f"read by decoding {group}", read)
+        return found
 
     def visits(self, group: int) -> Visits:
         """Runs along the rows that any of `group` query heads visits; made once."""
@@ -287,6 +322,13 @@ class Schedule:
         from ..show import schedule_text
 
         return schedule_text(self)
+
+
+def shown(value: int | torch.Tensor | None) -> Any:
+    """What can be compared without waiting for the device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.tolist() if value.device.type == "cpu" else f"a tensor {list(value.shape)}"
 
 
 def is_capturing(device: torch.device) -> bool:
