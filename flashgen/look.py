@@ -98,7 +98,7 @@ def _order(cheaper: Ordered, schedule: Schedule) -> str:
     for table, ranges in zip(cheaper.tables, schedule.ranges, strict=True):
         held = f"{int(ranges.order.sum())} of {ranges.order.numel()}"
         lines.append(
-            f"{table.tensor}: {held} in order; the portable kernels compare with ranges there"
+            f"{table.tensor}: {held} in order; kernels along the keys compare with ranges there"
         )
     return "\n".join(lines)
 

@@ -327,7 +327,7 @@ class Machine:
             note=lambda place, x: place.data.fill_(int(x)),
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
-            store_rows=_store_rows, PropagateNan=None,
+            store_rows=_store_rows, PropagateNan=None, place_keys=lambda first, keys: first + keys,
             opaque=lambda x: x, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

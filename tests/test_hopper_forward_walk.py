@@ -104,6 +104,18 @@ def test_masks(monkeypatch: pytest.MonkeyPatch, case: Any, tile: tuple[int, int]
     )
 
 
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_data_in_order_and_not(monkeypatch: pytest.MonkeyPatch, is_ordered: bool) -> None:
+    """One batch element in order, whose keys' ids nobody reads; and one that may not be."""
+    doc = torch.stack([torch.arange(400) // 70, torch.arange(400) // 90])
+    if not is_ordered:
+        doc[1] = doc[1][torch.randperm(400)]
+    attend = fg.Attention(masks.causal_document)
+    tensors = inputs(2, 2, 1, 400, 400, 64, 64)
+    assert attend.schedule(*tensors, doc=doc).ranges[0].order.tolist() == [1, int(is_ordered)]
+    check(monkeypatch, attend, tensors, doc=doc)
+
+
 @fg.attention(mask=masks.causal, softcap=9.0, sinks=True)
 def bent(score, h, q_idx, kv_idx, slope: fg.Tensor):
     return 1.5 * score + slope[h] * (kv_idx - q_idx)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..expr import Expr, leaves, walk
 from ..layout import tidy
 from ..lower import Lowered, isolate
+from ..order import ordered, with_tables
 from ..spec import Spec
 from . import (
     STRIDES,
@@ -29,6 +30,7 @@ from . import (
     used_in,
 )
 from .flags import without_flags
+from .mask_text import needed
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,91 @@ def lower_by_key(
     In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
     loads are wide and few if each thread reads one key and what it read crosses over.
     `of_rows`: indices that a block's rows have of their own."""
-    exprs = [] if expr is None else [expr]
-    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stages(expr, of_rows))
-    by_key = [line.partition(" = ")[0] for line in found.statements[1]]
-    pairs = "\n".join((*found.statements[2], *found.results))
-    crossing = tuple(name for name in by_key if re.search(rf"\b{name}\b", pairs))
-    return Math(found, crossing)
+    exprs = () if expr is None else (expr,)
+    found = lower_for([*exprs], spec, variant, taken, stages=3, stage_of=_stages(exprs, of_rows))
+    return Math(found, _read_of(found.statements[1], (*found.statements[2], *found.results)))
 
 
-def _stages(expr: Expr | None, of_rows: frozenset[str]) -> Callable[[Expr], int]:
+def _read_of(lines: Iterable[str], texts: Iterable[str]) -> tuple[str, ...]:
+    """The names that statements give and texts read."""
+    names, text = [line.partition(" = ")[0] for line in lines], "\n".join(texts)
+    return tuple(name for name in names if re.search(rf"\b{name}\b", text))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the pairs of a cut tile are told apart: a tile's statements for its keys, one key a
+    thread, `crossing` of their names, and statements of pairs and a test that read these."""
+
+    key_lines: tuple[str, ...]
+    crossing: tuple[str, ...]
+    tile_lines: tuple[str, ...]
+    keep: str
+
+
+@dataclass(frozen=True)
+class MaskMath:
+    """A mask as statements. `ordered`: the same where `holds`, for data in order; None without.
+
+    `row_lines`, `key_lines`: of both."""
+
+    row_lines: tuple[str, ...]
+    key_lines: tuple[str, ...]
+    general: Cut
+    ordered: Cut | None
+    holds: str
+    helpers: frozenset[str]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All statements, and the tests."""
+        cuts = [self.general, *([self.ordered] if self.ordered else [])]
+        pairs = [line for cut in cuts for line in (*cut.tile_lines, cut.keep)]
+        return (*self.row_lines, *self.key_lines, *pairs)
+
+    @property
+    def assigned(self) -> frozenset[str]:
+        """Names that the statements give."""
+        return frozenset(line.partition(" = ")[0] for line in self.lines if " = " in line)
+
+
+def _mask_math(spec: Spec, variant: Variant) -> MaskMath:
+    if spec.mask is None:
+        return MaskMath((), (), Cut((), (), (), "kv_idx >= 0"), None, "", frozenset())
+    forms = [spec.mask, *([cheaper.mask] if (cheaper := ordered(spec.mask)) else [])]
+    exprs = [without_flags(isolate(form)) for form in forms]
+    stage_of = _stages(exprs, frozenset(("q_idx",)))
+    exprs += [cheaper.holds] if cheaper else []
+    found = lower_for(exprs, spec, variant, frozenset(), stages=3, stage_of=stage_of)
+    rows, keys, tile = found.statements
+    cuts = [_cut(keys, tile, keep) for keep in found.results[: len(forms)]]
+    holds = found.results[2] if cheaper else ""
+    return MaskMath(rows, keys, cuts[0], cuts[1] if cheaper else None, holds, found.helpers)
+
+
+def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str) -> Cut:
+    tile = needed(tile, [keep])
+    keys = needed(keys, [keep, *tile])
+    crossing = _read_of(keys, [keep, *tile])
+    pairs = tuple(across(line, crossing) for line in tile)
+    return Cut(keys, crossing, pairs, across(keep, crossing))
+
+
+def across(text: str, names: Iterable[str]) -> str:
+    """A text that reads what has crossed over."""
+    for name in names:
+        text = re.sub(rf"\b{name}\b", f"{name}_across", text)
+    return text
+
+
+def of_lane(text: str) -> str:
+    """A statement of one key a thread."""
+    return re.sub(r"\bkv_idx\b", "own_kv_idx", text)
+
+
+def _stages(exprs: Sequence[Expr], of_rows: frozenset[str]) -> Callable[[Expr], int]:
     """0: fixed for a row block; 1: read for a key alone; 2: for a pair."""
-    nodes = list(walk(expr)) if expr is not None else []
+    nodes = list(dict.fromkeys(node for expr in exprs for node in walk(expr)))
     of_key = {n for n in nodes if _is_of_key(n, of_rows)}
     loads = [n for n in nodes if n.op == "load" and n in of_key]
     by_key = {n for load in loads for n in walk(load) if n in of_key}
@@ -99,25 +175,23 @@ def covers(head_dim: int, v_head_dim: int) -> bool:
 
 def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2) -> Generated:
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
-    isolated = None if spec.mask is None else without_flags(isolate(spec.mask))
-    mask = lower_by_key(isolated, spec, variant, frozenset())
+    given, spec = spec, with_tables(spec)
+    mask = _mask_math(spec, variant)
     score = lower_by_key(spec.score, spec, variant, mask.assigned)
-    keep = mask.lowered.results[0] if mask.lowered.results else "kv_idx >= 0"
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     descriptors = _descriptors(q_parts, v_parts)
     arguments = _arguments(spec, variant, descriptors)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
     buffers += ["places", "notes", "q_ready", "q_free", "ready", "free"]
-    called = mask.lowered.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
+    called = mask.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
-    lines = "\n".join(line for made in (mask, score) for part in made.lines for line in part)
-    lines += keep + (score.lowered.results[0] if spec.score is not None else "")
-    called |= {"sigmoid"} if "tl.sigmoid" in lines else set()
+    lines = [*mask.lines, *(line for part in score.lines for line in part), *score.lowered.results]
+    called |= {"sigmoid"} if any("tl.sigmoid" in line for line in lines) else set()
     text = (
         environment()
         .get_template("hopper_forward.py.j2")
         .render(
-            header=header(spec, command, by_range=False),
+            header=header(given, command),
             helpers=sorted(called),
             arguments=arguments,
             unspecialized=[bare(a) for a in arguments if not is_pointer(a) and ":" in a],
@@ -131,16 +205,14 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             offset=variant.offset,
             packed=False,
             key_storage="dense",
-            row_lines=(*mask.lines[0], *score.lines[0]),
-            key_lines=list(mask.lines[1]),
-            crossing=list(mask.crossing),
-            tile_lines=mask.lines[2],
-            score_key_lines=list(score.lines[1]),
-            score_crossing=list(score.crossing),
-            score_lines=score.lines[2],
-            keep=keep,
+            row_lines=(*mask.row_lines, *score.lines[0]),
+            mask=mask,
+            score_key_lines=score.lines[1],
+            score_crossing=score.crossing,
+            score_lines=[across(line, score.crossing) for line in score.lines[2]],
+            of_lane=of_lane,
             has_mask=spec.mask is not None,
-            score=full_score(spec, score.lowered),
+            score=across(full_score(spec, score.lowered) or "", score.crossing),
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in indices,
@@ -148,7 +220,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             v_head_dim=variant.v_head_dim,
             outputs=[f"acc{part.number}" for part in v_parts],
             groups=groups,
-            held=_holds_queries(q_parts, groups, bool(mask.crossing or score.crossing)),
+            held=_holds_queries(q_parts, groups, bool(mask.general.crossing or score.crossing)),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )

@@ -168,6 +168,7 @@ def forward(
             softcap=softcap, sinks=sinks,
         ),
         **descriptors(q, k, v, shape),
+        **launch.range_values(bound.spec, schedule),
         "spoilt_ptr": spoilt,
         "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
         "items": heads * blocks,

@@ -235,7 +235,7 @@ def consume(
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64], FLOAT, ROW)
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-        kv_idx = hopper.opaque(first_key + columns)
+        kv_idx = hopper.place_keys(first_key, columns)
         s *= scale
         s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
@@ -260,7 +260,7 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.opaque(first_key + columns)
+            kv_idx = hopper.place_keys(first_key, columns)
             s *= scale
             s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
             keep = kv_idx <= q_idx
@@ -288,7 +288,7 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.opaque(first_key + columns)
+            kv_idx = hopper.place_keys(first_key, columns)
             s *= scale
             s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)

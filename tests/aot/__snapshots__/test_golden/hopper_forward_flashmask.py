@@ -222,8 +222,8 @@ def consume(
         columns__kv_at_2 = gl.minimum(1, columns__size_3 - 1)
         columns__row_2 = columns__ptr + b * columns__stride_0 + columns__kv_at_2 * columns__stride_3
         first_key = hopper.read(places.index(slot)) * BLOCK_N
-        kv_idx = first_key + lanes
-        columns__kv_at = gl.minimum(kv_idx, columns__size_2 - 1)
+        own_kv_idx = first_key + lanes
+        columns__kv_at = gl.minimum(own_kv_idx, columns__size_2 - 1)
         columns__kv = gl.load(columns__row + columns__kv_at * columns__stride_2)
         columns__kv_2 = gl.load(columns__row_2 + columns__kv_at * columns__stride_2)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
@@ -244,12 +244,15 @@ def consume(
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64], FLOAT, ROW)
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-        columns__kv = hopper.cross(columns__kv, COLUMN)[None, :]
-        columns__kv_2 = hopper.cross(columns__kv_2, COLUMN)[None, :]
-        kv_idx = hopper.opaque(first_key + columns)
+        columns__kv_across = hopper.cross(columns__kv, COLUMN)[None, :]
+        columns__kv_2_across = hopper.cross(columns__kv_2, COLUMN)[None, :]
+        kv_idx = hopper.place_keys(first_key, columns)
         keep = (
             (kv_idx < kv_len)
-            & (~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx))
+            & (
+                ~((columns__kv_across <= q_idx) & (q_idx < columns__kv_2_across))
+                & (kv_idx <= q_idx)
+            )
         )
         s = gl.where(keep, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -271,18 +274,21 @@ def consume(
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
-            kv_idx = first_key + lanes
-            columns__kv_at = gl.minimum(kv_idx, columns__size_2 - 1)
+            own_kv_idx = first_key + lanes
+            columns__kv_at = gl.minimum(own_kv_idx, columns__size_2 - 1)
             columns__kv = gl.load(columns__row + columns__kv_at * columns__stride_2)
             columns__kv_2 = gl.load(columns__row_2 + columns__kv_at * columns__stride_2)
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             if turn == last_turn:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-            columns__kv = hopper.cross(columns__kv, COLUMN)[None, :]
-            columns__kv_2 = hopper.cross(columns__kv_2, COLUMN)[None, :]
-            kv_idx = hopper.opaque(first_key + columns)
-            keep = ~((columns__kv <= q_idx) & (q_idx < columns__kv_2)) & (kv_idx <= q_idx)
+            columns__kv_across = hopper.cross(columns__kv, COLUMN)[None, :]
+            columns__kv_2_across = hopper.cross(columns__kv_2, COLUMN)[None, :]
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = (
+                ~((columns__kv_across <= q_idx) & (q_idx < columns__kv_2_across))
+                & (kv_idx <= q_idx)
+            )
             s = gl.where(keep, s, float("-inf"))
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)

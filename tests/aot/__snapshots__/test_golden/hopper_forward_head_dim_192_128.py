@@ -8,6 +8,9 @@
 #   must attend  (max[kv](kv_idx) <= min[q](q_idx)) & ((min[q](doc[b, q_idx]) == max[q](doc[b,
 #       q_idx])) & (min[kv](doc[b, kv_idx]) == max[kv](doc[b, kv_idx])) & (min[q](doc[b, q_idx]) ==
 #       min[kv](doc[b, kv_idx])))
+# data in order
+#   where equal doc lie together: (kv_idx <= q_idx) & ((doc_range_0[0, b, q_idx] <= kv_idx) &
+#       (kv_idx < doc_range_0[1, b, q_idx]))
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -192,7 +195,9 @@ def finish(
 def consume(
     HALF: gl.constexpr,
     out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2, doc_ptr,
-    doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles,
+    doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr, doc_range_0_size_0,
+    doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2, doc_range_0_stride_2,
+    doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles,
     places, notes, q_ready, q_free, ready, free,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
@@ -241,9 +246,23 @@ def consume(
         doc_q_at = gl.minimum(gl.maximum(q_idx, 0), doc_size_1 - 1)
         doc_q = gl.load(doc_ptr + b * doc_stride_0 + doc_q_at * doc_stride_1)
         doc_row = doc_ptr + b * doc_stride_0
+        doc_range_0_q_at = gl.minimum(1, doc_range_0_size_0 - 1)
+        doc_range_0_q_at_2 = gl.minimum(gl.maximum(q_idx, 0), doc_range_0_size_2 - 1)
+        doc_range_0_q = gl.load(
+            doc_range_0_ptr
+            + doc_range_0_q_at * doc_range_0_stride_0
+            + b * doc_range_0_stride_1
+            + doc_range_0_q_at_2 * doc_range_0_stride_2
+        )
+        q_minimum = gl.minimum(q_idx + 1, doc_range_0_q)
+        doc_range_0_q_2 = gl.load(
+            doc_range_0_ptr + b * doc_range_0_stride_1 + doc_range_0_q_at_2 * doc_range_0_stride_2
+        )
+        doc_order_0_value = gl.load(doc_order_0_ptr + b * doc_order_0_stride_0)
+        in_order = doc_order_0_value != 0
         first_key = hopper.read(places.index(slot)) * BLOCK_N
-        kv_idx = first_key + lanes
-        doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
+        own_kv_idx = first_key + lanes
+        doc_kv_at = gl.minimum(own_kv_idx, doc_size_1 - 1)
         doc_kv = gl.load(doc_row + doc_kv_at * doc_stride_1)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
@@ -263,21 +282,33 @@ def consume(
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64], FLOAT, ROW)
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-        doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]
-        kv_idx = hopper.opaque(first_key + columns)
-        keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv))
-        s = gl.where(keep, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s * scale_log2 - m_safe[:, None])
-        alpha = gl.exp2(m - m_safe)
-        l = l * alpha + gl.sum(p, 1)
-        m = m_new
-        p = hopper.pack(p, DTYPE)
+        if in_order:
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = (kv_idx < kv_len) & ((kv_idx < q_minimum) & (doc_range_0_q_2 <= kv_idx))
+            s = gl.where(keep, s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            p = hopper.pack(p, DTYPE)
+        else:
+            doc_kv_across = hopper.cross(doc_kv, COLUMN)[None, :]
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (doc_q == doc_kv_across))
+            s = gl.where(keep, s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            p = hopper.pack(p, DTYPE)
         turn += 1
 
-        # Tiles that the mask cuts.
-        for _ in range(first_masked, masked_tiles):
+        # Tiles that the mask cuts, by ranges where the data is in order.
+        for _ in range(first_masked, gl.where(in_order, masked_tiles, 0)):
             slot = turn % STAGES
             hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
             s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
@@ -288,16 +319,46 @@ def consume(
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
-            kv_idx = first_key + lanes
-            doc_kv_at = gl.minimum(kv_idx, doc_size_1 - 1)
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            if turn == last_turn:
+                hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = (kv_idx < q_minimum) & (doc_range_0_q_2 <= kv_idx)
+            s = gl.where(keep, s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            p = hopper.pack(p, DTYPE)
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            turn += 1
+
+        # Tiles that the mask cuts.
+        for _ in range(first_masked, gl.where(in_order, 0, masked_tiles)):
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+            keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+            s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+            keys = k1_tiles.index(slot).reshape([BLOCK_N, 64]).permute((1, 0))
+            s = hopper.warpgroup_mma(q1, keys, s, use_acc=True, is_async=True)
+            values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            first_key = hopper.read(places.index(slot)) * BLOCK_N
+            own_kv_idx = first_key + lanes
+            doc_kv_at = gl.minimum(own_kv_idx, doc_size_1 - 1)
             doc_kv = gl.load(doc_row + doc_kv_at * doc_stride_1)
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             if turn == last_turn:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
-            doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]
-            kv_idx = hopper.opaque(first_key + columns)
-            keep = (kv_idx <= q_idx) & (doc_q == doc_kv)
+            doc_kv_across = hopper.cross(doc_kv, COLUMN)[None, :]
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = (kv_idx <= q_idx) & (doc_q == doc_kv_across)
             s = gl.where(keep, s, float("-inf"))
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -348,9 +409,12 @@ def consume(
     do_not_specialize=[
         "items", "last_heads", "schedule_stride_b", "schedule_stride_h", "masked_width",
         "full_width", "heads", "group", "q_len", "kv_len", "q_offset", "scale_log2",
-        "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1"
+        "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1", "doc_range_0_size_0",
+        "doc_range_0_stride_0", "doc_range_0_size_1", "doc_range_0_stride_1",
+        "doc_range_0_size_2", "doc_range_0_stride_2", "doc_order_0_size_0",
+        "doc_order_0_stride_0"
     ],
-    do_not_specialize_on_alignment=["doc_ptr"],
+    do_not_specialize_on_alignment=["doc_ptr", "doc_range_0_ptr", "doc_order_0_ptr"],
 )
 def attention_forward(
     out_ptr,
@@ -382,6 +446,16 @@ def attention_forward(
     doc_stride_0: gl.int64,
     doc_size_1: gl.int32,
     doc_stride_1: gl.int64,
+    doc_range_0_ptr,
+    doc_range_0_size_0: gl.int32,
+    doc_range_0_stride_0: gl.int64,
+    doc_range_0_size_1: gl.int32,
+    doc_range_0_stride_1: gl.int64,
+    doc_range_0_size_2: gl.int32,
+    doc_range_0_stride_2: gl.int64,
+    doc_order_0_ptr,
+    doc_order_0_size_0: gl.int32,
+    doc_order_0_stride_0: gl.int64,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -424,15 +498,19 @@ def attention_forward(
             (consume, (
                 0,
                 out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
-                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, q1_tiles, k0_tiles,
-                k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr,
+                doc_range_0_size_0, doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2,
+                doc_range_0_stride_2, doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles,
+                k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (consume, (
                 1,
                 out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
-                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, q0_tiles, q1_tiles, k0_tiles,
-                k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr,
+                doc_range_0_size_0, doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2,
+                doc_range_0_stride_2, doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles,
+                k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (produce, (

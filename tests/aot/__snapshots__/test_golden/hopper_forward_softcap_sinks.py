@@ -251,7 +251,7 @@ def consume(
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64], FLOAT, ROW)
         acc0 = gl.zeros([64, 64], FLOAT, hopper.accumulator(64))
-        kv_idx = hopper.opaque(first_key + columns)
+        kv_idx = hopper.place_keys(first_key, columns)
         s *= scale
         s = gl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
         keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
@@ -276,7 +276,7 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 64), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.opaque(first_key + columns)
+            kv_idx = hopper.place_keys(first_key, columns)
             s *= scale
             s = gl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
             keep = (kv_idx <= q_idx) & (q_sub < kv_idx)
