@@ -129,7 +129,7 @@ def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str) -> Cut:
     tile = needed(tile, [keep])
     keys = needed(keys, [keep, *tile])
     crossing = _read_of(keys, [keep, *tile])
-    pairs = tuple(across(line, crossing) for line in tile)
+    pairs = tuple(_hidden(across(line, crossing)) for line in tile)
     return Cut(keys, crossing, pairs, across(keep, crossing))
 
 
@@ -138,6 +138,12 @@ def across(text: str, names: Iterable[str]) -> str:
     for name in names:
         text = re.sub(rf"\b{name}\b", f"{name}_across", text)
     return text
+
+
+def _hidden(line: str) -> str:
+    """A test of bits that LLVM doesn't make for several pairs at a time, as it would of those
+    compared with one number, to put the results together bit by bit."""
+    return re.sub(r"^(\w+) = (.+ & \w+) == 0$", r"\1 = hopper.opaque(\2) == 0", line)
 
 
 def of_lane(text: str) -> str:
