@@ -151,6 +151,28 @@ def test_runs_are_bit_equal() -> None:
         assert torch.equal(attend(*tensors), first)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_short_rows_one_after_the_other(head_dim: int, is_ordered: bool) -> None:
+    """A program's next queries come while the ones before are read: many short row blocks, and the
+    outputs of other blocks on their way."""
+    B, H, S = 4, 4096 // head_dim // 2, 8192
+    q, k, v = (torch.randn(B, H, S, head_dim, device="cuda", dtype=BF16) for _ in range(3))
+    doc = torch.arange(S, device="cuda") // 150
+    if not is_ordered:
+        doc = doc ^ 1
+        doc[::2] = doc[::2].flip(0)
+    attend = hopper(fg.Attention(mask=masks.causal_document))
+    data = {"doc": doc.expand(B, S).contiguous()}
+    first, lse = attend(q, k, v, return_lse=True, **data)
+    for _ in range(10):
+        out, again = attend(q, k, v, return_lse=True, **data)
+        assert torch.equal(out, first)
+        assert torch.equal(again, lse)
+    right = fg.Attention(mask=masks.causal_document)(q, k, v, backend="portable", **data)
+    torch.testing.assert_close(first, right, rtol=2e-2, atol=2e-2)
+
+
 def test_beside_another_stream() -> None:
     """Programs that wait for one another's copies don't wait for other kernels."""
     tensors = inputs(2, 8, 2, 1500, 1500, 128, 128, BF16)
