@@ -39,7 +39,7 @@ class Ready:
     kept: Callable[[], Schedule | None] | None
     fit: str | None
     read: Callable[[Schedule], tuple[Any, str]]
-    engine: ops.Kernels | None
+    engine: ops.Kernels | ops.Planned | None
 
     def schedule(self, given: Any) -> Any:
         """The schedule that is read, None where there is none; _UNKNOWN if it isn't like this."""
@@ -98,13 +98,15 @@ def remember(
         kept = weakref.ref(schedule)
     if route.backend == "cpu":
         return
-    bare = None
+    bare: ops.Kernels | ops.Planned | None = None
     if graded:
-        if known.is_stored or (kept is None and fit is None):
-            # The engine holds what is another one's in the next call.
+        if known.is_stored:
+            # The engine holds lengths and places, which are others in the next call.
             return
         assert isinstance(engine, ops.Kernels)
         bare = engine.on(None)
+        if kept is None and fit is None:
+            bare = ops.Planned(bare, call.bound, route.tile, known.tapes)
     # Nothing here may hold the call, and its tensors.
     group, has_mask = call.geometry.group, call.bound.spec.mask is not None
 

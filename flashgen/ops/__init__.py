@@ -10,8 +10,18 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .eager import again, attention
 from .engine import Engine, Kernels, arguments_of, engine
+from .planned import Planned
 
-__all__ = ["Engine", "Kernels", "again", "arguments_of", "as_operators", "attention", "engine"]
+__all__ = [
+    "Engine",
+    "Kernels",
+    "Planned",
+    "again",
+    "arguments_of",
+    "as_operators",
+    "attention",
+    "engine",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -115,7 +115,7 @@ class Kernels:
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def run() -> tuple[torch.Tensor, torch.Tensor]:
-            given = {"bound": _with_tensors(self._bound, data), "schedule": self._schedule}
+            given = {"bound": with_tensors(self._bound, data), "schedule": self._schedule}
             return self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
 
         read, layout = self._schedule.read_by(ranges=not self._hopper)
@@ -131,10 +131,10 @@ class Kernels:
         data: Sequence[torch.Tensor],
         needed: Sequence[bool],
     ) -> Gradients:
-        deterministic = self._deterministic or _must_be_deterministic()
+        hopper, deterministic, *_ = how = self.way_back(needed, saved.q.dtype)
 
         def run() -> Gradients:
-            bound = _with_tensors(self._bound, data)
+            bound = with_tensors(self._bound, data)
             wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
             grads = launch_backward.backward(
                 saved,
@@ -143,7 +143,7 @@ class Kernels:
                 sinks=sinks,
                 sinks_wanted=needed[3],
                 deterministic=deterministic,
-                hopper=self._hopper,
+                hopper=hopper,
                 schedule=self._schedule,
                 **self._arguments,
             )
@@ -151,14 +151,18 @@ class Kernels:
             return grads.q, grads.k, grads.v, grads.sinks, *of_data
 
         read, layout = self._schedule.read_by(by_key=True, ranges=True)
-        how = (self._hopper, deterministic, tuple(needed), launch.precision_of(saved.q.dtype))
         # What was saved may have been put elsewhere in between.
         others = (*saved, sinks, *data)
         tensors = (*self.geometry.tensors, *read)
         return tuple(self._tapes.run(("backward", how, layout), tensors, run, others))
 
+    def way_back(self, needed: Sequence[bool], dtype: torch.dtype) -> tuple[Any, ...]:
+        """What gradients depend on beside tensors: `hopper`, `deterministic`, and more."""
+        deterministic = self._deterministic or _must_be_deterministic()
+        return self._hopper, deterministic, tuple(needed), launch.precision_of(dtype)
 
-def _with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:
+
+def with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:
     """What the expressions read, as autograd handed it over."""
     names = (tensor.name for tensor in bound.spec.tensors)
     return Bound(bound.spec, bound.scalars, dict(zip(names, data, strict=True)))

@@ -42,15 +42,29 @@ def make_schedule(
 def _made(
     bound: Bound, geometry: Geometry, block: tuple[int, int], planner: Planner, tapes: Tapes
 ) -> Schedule:
-    spec, runs = bound.spec, None
-    offset, packing = geometry.q_offset, geometry.packing
     if geometry.device.type == "cpu":
-        states = classify(bound, geometry, block, planner)
+        return of_states(
+            classify(bound, geometry, block, planner), None, bound, geometry, block, planner, tapes
+        )
+    made = _plan(bound, geometry, block, planner, tapes)
+    return of_states(*made, bound, geometry, block, planner, tapes)
+
+
+def of_states(
+    states: torch.Tensor,
+    runs: Runs | None,
+    bound: Bound,
+    geometry: Geometry,
+    block: tuple[int, int],
+    planner: Planner,
+    tapes: Tapes,
+) -> Schedule:
+    """The schedule of a call, of what planning makes; on the CPU the runs are made later."""
+    spec, offset, packing = bound.spec, geometry.q_offset, geometry.packing
+    if geometry.device.type == "cpu":
         # Compared with those of calls, which may be the same tensors, edited since.
         offset = offset.clone() if isinstance(offset, torch.Tensor) else offset
         packing = None if packing is None else packing.copy()
-    else:
-        states, runs = _plan(bound, geometry, block, planner, tapes)
     return Schedule(
         states,
         block,

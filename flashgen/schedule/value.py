@@ -127,6 +127,11 @@ class Schedule:
         """Runs along the rows: what the forward kernels consume."""
         return self._kv_runs if self._kv_runs is not None else compact(self.states, self._ragged)
 
+    @property
+    def made(self) -> tuple[torch.Tensor, ...]:
+        """What planning made: the states, and on a GPU the runs along the rows."""
+        return (self.states,) if self._kv_runs is None else (self.states, *self._kv_runs.tensors)
+
     def read_by(self, *, by_key: bool = False, ranges: bool = False) -> tuple[Any, str]:
         """What kernels read of it, and how that is laid out; `by_key`: also along the columns,
         `ranges`: also where equal data lie."""

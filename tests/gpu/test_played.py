@@ -129,7 +129,8 @@ def test_with_gradients(name: str, plays: list[Play]) -> None:
         plays.clear()
         out = attend(**given)
         got = torch.autograd.grad(out, leaves, grad)
-        assert turn < 3 or len(plays) >= 2
+        # Packed sequences are planned, and both directions are, each apart.
+        assert turn < 3 or len(plays) == 2 or name == "packed"
         right = fg.Attention(**declared)(**given)
         assert torch.equal(out, right)
         for mine, wanted in zip(got, torch.autograd.grad(right, leaves, grad), strict=True):
