@@ -78,10 +78,12 @@ def test_data_of_a_row_is_read_once_and_of_a_key_once_a_tile() -> None:
     doc = torch.zeros(1, 64, dtype=torch.int32)
     body = body_of(text_of(fg.Attention(masks.causal_document), doc=doc), "consume")
     loads = re.findall(r"doc_\w+ = gl.load", body)
-    # For the first tile, and in the loop of cut tiles.
+    # For the first tile, and in the loop of cut tiles; where data is in order they are ranges.
     assert loads.count("doc_q = gl.load") == 1
     assert loads.count("doc_kv = gl.load") == 2
-    assert body.count("doc_kv = hopper.cross(doc_kv, COLUMN)[None, :]") == 2
+    assert body.count("doc_kv_across = hopper.cross(doc_kv, COLUMN)[None, :]") == 2
+    by_range = body[body.index("by ranges where the data is in order") :]
+    assert "doc_kv" not in by_range[: by_range.index("# Tiles that the mask cuts.")]
 
 
 def test_positions_alone_are_compared_where_the_scores_are() -> None:
@@ -96,8 +98,8 @@ def test_a_score_function_is_in_both_loops() -> None:
         return score + w[kv_idx]
 
     body = body_of(text_of(bias, w=torch.zeros(64)), "consume")
-    assert body.count("s = s + w_kv") == 3
-    assert body.count("w_kv = hopper.cross(w_kv, COLUMN)[None, :]") == 3
+    assert body.count("s = s + w_kv_across") == 3
+    assert body.count("w_kv_across = hopper.cross(w_kv, COLUMN)[None, :]") == 3
 
 
 def test_text_depends_on_the_spec_alone() -> None:
