@@ -208,6 +208,12 @@ def place_keys(first, columns):  # type: ignore[no-untyped-def]
     return opaque(first + own) + (columns - own)
 
 
+@gluon.jit
+def zero_again():  # type: ignore[no-untyped-def]
+    """0, of which LLVM knows nothing: what follows from it is computed in each turn of a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def cross(x, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """What was read with one key a thread, where the scores need it."""

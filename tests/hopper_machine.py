@@ -90,6 +90,9 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.data.view(shape))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+        return self.reshape(shape)
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
@@ -328,7 +331,7 @@ class Machine:
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
             store_rows=_store_rows, PropagateNan=None, place_keys=lambda first, keys: first + keys,
-            opaque=lambda x: x, cross=lambda x, layout: x,
+            opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

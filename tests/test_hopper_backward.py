@@ -103,8 +103,8 @@ def test_masks_alone_are_looked_at_in_masked_steps_only() -> None:
     assert "slopes" not in text, "the slope of an added bias is 1"
     capped = fg.Attention(masks.causal, softcap=5.0)
     assert "slopes" in hopper_backward(call_of(capped).bound.spec, variant).text
-    loop = text[text.index("for turn in range(steps):") :]
-    before, _, after = loop.partition("if turn + 1 < masked_steps:")
+    loop = text[text.index("for turn in range(past, end):") :]
+    before, _, after = loop.partition("if turn + 1 < masked_end:")
     assert "kv_idx <= q_idx" not in before
     assert "kv_idx <= q_idx" in after
 
@@ -136,7 +136,7 @@ def test_what_is_read_of_queries_comes_through_shared_memory() -> None:
         assert re.search(rf"{name}_tiles = gl.allocate_shared_memory\(\s*{dtype}", computing)
     # What it makes of them is made where it is read, and nothing of a query is loaded there.
     assert "lit_q = lit_q_tiles.index(coming).load(QUERIES)[None, :] != 0" in computing
-    loop = computing[computing.index("for turn in range(steps):") :]
+    loop = computing[computing.index("for turn in range(past, end):") :]
     assert "gl.load(" not in loop[: loop.index("def attention_backward(")]
 
 

@@ -54,6 +54,7 @@ def walk(
     machine = Machine(made.text)
     monkeypatch.setattr(launch_hopper_backward, "_module", lambda *_: (machine, made))
     monkeypatch.setattr(launch_hopper_backward, "launch", machine.launch)
+    monkeypatch.setattr(launch_hopper_backward, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(hopper, "descriptor", Tiles)
     grads = [torch.full_like(x, torch.nan) for x in tensors]
     flags = launch_hopper_backward.backward(

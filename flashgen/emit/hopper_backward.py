@@ -18,7 +18,6 @@ from . import (
     lower_for,
     position_arguments,
     unaligned_pointers,
-    used_in,
 )
 from .backward import derivatives_of
 from .mask_text import needed
@@ -83,6 +82,7 @@ def hopper_backward(spec: Spec, variant: Variant) -> Module:
             early=max(variant.head_dim, variant.v_head_dim) <= 64,
             shipped=math.shipped,
             load_arguments=_load_arguments(spec, variant, math.shipped),
+            positions=[bare(a) for a in position_arguments(variant)],
             v_width=width_of(variant.v_head_dim),
             head_dim=variant.head_dim,
             v_head_dim=variant.v_head_dim,
@@ -148,8 +148,8 @@ def _lower_score(spec: Spec, variant: Variant, mask: Lowered) -> Lowered:
 def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]:
     """What the warp that loads reads to load values of queries."""
     lines = (*shipped.key_lines, *shipped.query_lines)
-    names = ["kv_len", "q_len", *map(bare, data_arguments(spec, variant))]
-    return ["q_offset", *used_in(names, "\n".join(lines))] if lines else []
+    names = map(bare, [*position_arguments(variant), *data_arguments(spec, variant)])
+    return list(names) if lines else []
 
 
 def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
@@ -172,10 +172,11 @@ def _strides(*letters: str) -> list[str]:
 
 
 def _arguments(spec: Spec, variant: Variant) -> tuple[list[str], list[str], list[str]]:
-    attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr"]
+    attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr", "next_item_ptr"]
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
+    attention += ["items: tl.int32"]
     attention += ["group: tl.int32", "capacity: tl.int32", "padded_len: tl.int32"]
     attention += position_arguments(variant)
     attention += ["scale: tl.float32", "scale_log2: tl.float32"]

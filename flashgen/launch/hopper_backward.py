@@ -15,7 +15,7 @@ from ..emit.hopper_backward import Module, hopper_backward, stages_of, width_of
 from ..geometry import Geometry
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from . import key_parts, launch
+from . import key_parts, launch, multiprocessors
 
 BLOCK_M, BLOCK_N = 64, 128
 # Four warps are one warpgroup; the kernel adds the others itself.
@@ -98,8 +98,10 @@ def backward(
         "STAGES": stages_of(variant.head_dim, variant.v_head_dim),
         "SHARED_HEADS": geometry.group > 1,
     }  # fmt: skip
+    items = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.kernel_values}
-    programs = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
+    values["items"] = items
+    programs = min(items, multiprocessors(geometry.device))
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
     values |= sums.finish_values
     programs = values["padded_len"] // 64 * geometry.batch * geometry.heads
@@ -149,6 +151,7 @@ class _Sums:
         self.kernel_values = {
             "dq_sum_ptr": self.q, "dk_sum_ptr": self.k, "dv_sum_ptr": self.v,
             "spoilt_kv_ptr": self.spoilt_kv,
+            "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=device),
         }  # fmt: skip
         self.finish_values |= self.kernel_values
 
