@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
 from .tape import Tapes
+from .trace.sources import Source, look
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
@@ -77,6 +77,9 @@ class Attention:
         # Schedules that CUDA graphs read: they stay while the attention does.
         self._pinned: dict[Any, Schedule] = {}
         self._calls = KnownCalls()
+        # Where functions found what they captured, and what was there.
+        self._sources: tuple[Source, ...] = ()
+        self._captured: list[Any] = []
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
@@ -216,8 +219,17 @@ class Attention:
     def _checked(
         self, program: Program, key: Any, q: Any, k: Any, v: Any, given: Any, data: Any, **more: Any
     ) -> tuple[Known, Call]:
+        if self._sources and look(self._sources) != self._captured:
+            # Something else stands where a function found a tensor or a number.
+            self._calls = KnownCalls()
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
-        checked = functools.partial(check, program, text, q, k, v, data=data, **more)
+
+        def checked(**arguments: Any) -> Call:
+            call = check(program, text, q, k, v, data=data, **more, **arguments)
+            self._sources = self._program.sources
+            self._captured = look(self._sources)
+            return call
+
         return self._calls.checked(key, text, q, k, v, given, data, checked)
 
     def _as_operators(

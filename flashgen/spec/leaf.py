@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ..errors import FlashgenError, did_you_mean
 from ..trace import Function, Traced, trace
 from ..trace.signature import Parameter
+from ..trace.sources import Source
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,13 @@ class Leaf:
     def __deepcopy__(self, memo: Any) -> Leaf:
         import copy
 
-        return replace(self, bound=copy.deepcopy(dict(self.bound), memo), _traces=self._traces)
+        bound = copy.deepcopy(dict(self.bound), memo)
+        if not inspect.ismethod(self.function.function):
+            return replace(self, bound=bound, _traces=self._traces)
+        # The method of a copied module reads the copy's tensors.
+        method = copy.deepcopy(self.function.function, memo)
+        function = replace(self.function, function=method)
+        return replace(self, function=function, bound=bound, _traces={})
 
     def public(self, parameter: Parameter) -> str:
         return self.names.get(parameter.name, parameter.name)
@@ -111,9 +118,16 @@ class Leaf:
 
     def traced(self, types: Mapping[str, Any], names: Mapping[str, str]) -> Traced:
         key = (tuple(sorted(types.items())), tuple(sorted(names.items())))
-        if key not in self._traces:
-            self._traces[key] = trace(self.function, types, wants=self.wants, names=names)
-        return self._traces[key]
+        found = self._traces.get(key)
+        if found is None or not found.is_current():
+            found = trace(self.function, types, wants=self.wants, names=names)
+            self._traces[key] = found
+        return found
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where its traces found tensors and numbers."""
+        return tuple(x for traced in [*self._traces.values()] for x in traced.sources)
 
     @functools.cached_property
     def _checked(self) -> dict[str, bool]:

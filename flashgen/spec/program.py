@@ -15,6 +15,7 @@ import torch
 from ..errors import FlashgenError
 from ..expr import Expr, extent, leaves, make, substitute, walk
 from ..trace import TensorType
+from ..trace.sources import Source
 from .heads import MLA
 from .leaf import Argument, Leaf, unknown_name
 from .mask import Mask, check_arguments
@@ -73,6 +74,11 @@ class Program:
     def flex_function(self) -> str | None:
         """The name of a function in FlexAttention's form, if the declaration has one."""
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where its functions found the tensors and numbers that they captured."""
+        return tuple(source for leaf in self.leaves for source in leaf.sources)
 
     def bind(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import FlashgenError, SourceLine
 from ..expr import Expr, Kind, const, index, load, scalar, score
 from .signature import Function, Parameter
+from .sources import Source, look, sources_of
 from .symbol import ScalarSymbol, Symbol, TensorSymbol, number
 
 
@@ -43,10 +44,17 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Traced:
-    """The expression, and the tensors that the function captured, by the names they got."""
+    """The expression, and the tensors that the function captured, by the names they got; where it
+    found them and numbers, and what was `seen` there."""
 
     expr: Expr
     captured: Mapping[str, torch.Tensor]
+    sources: tuple[Source, ...] = ()
+    seen: Sequence[Any] = ()
+
+    def is_current(self) -> bool:
+        """Whether the function would find the same again."""
+        return look(self.sources) == self.seen
 
 
 class Recorder:
@@ -140,7 +148,10 @@ def trace(
     }
     with _CapturesIndexing(recorder):
         result = _run(function, arguments)
-    return Traced(_result(function, recorder, result, wants), recorder.captured)
+    expr = _result(function, recorder, result, wants)
+    captured = recorder.captured
+    sources = sources_of(function.function, captured.values())
+    return Traced(expr, captured, sources, look(sources))
 
 
 def _run(function: Function, arguments: dict[str, Any]) -> Any:
