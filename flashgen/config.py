@@ -127,6 +127,20 @@ class Config:
         finally:
             _overrides.reset(token)
 
+    def overrides(self) -> Mapping[str, Any]:
+        """What `override` has changed here, for `under` in another thread."""
+        return _overrides.get()
+
+    @contextmanager
+    def under(self, overrides: Mapping[str, Any]) -> Iterator[None]:
+        """With what `override` had changed elsewhere: autograd runs a GPU's backward in a thread of
+        its own."""
+        token = _overrides.set(overrides)
+        try:
+            yield
+        finally:
+            _overrides.reset(token)
+
     def settings(self) -> list[Setting[Any]]:
         """The settings in the order of their declaration, for `doctor` and the docs."""
         return [value for value in vars(Config).values() if isinstance(value, Setting)]

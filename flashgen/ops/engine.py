@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from .. import launch
+from ..config import config
 from ..emit.backward import Wanted
 from ..expr import leaves
 from ..geometry import Geometry
@@ -98,6 +99,7 @@ class Kernels:
         self._schedule: Any = None if schedule is None else schedule.for_call()
         self._arguments = arguments
         self._tapes = tapes or Tapes()
+        self._overrides = config.overrides()
 
     def on(self, schedule: Schedule | None) -> Kernels:
         """The same on another schedule of the same tiles, outside of CUDA graphs."""
@@ -136,17 +138,18 @@ class Kernels:
         def run() -> Gradients:
             bound = with_tensors(self._bound, data)
             wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
-            grads = launch_backward.backward(
-                saved,
-                wanted,
-                bound=bound,
-                sinks=sinks,
-                sinks_wanted=needed[3],
-                deterministic=deterministic,
-                hopper=hopper,
-                schedule=self._schedule,
-                **self._arguments,
-            )
+            with config.under(self._overrides):
+                grads = launch_backward.backward(
+                    saved,
+                    wanted,
+                    bound=bound,
+                    sinks=sinks,
+                    sinks_wanted=needed[3],
+                    deterministic=deterministic,
+                    hopper=hopper,
+                    schedule=self._schedule,
+                    **self._arguments,
+                )
             of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
             return grads.q, grads.k, grads.v, grads.sinks, *of_data
 

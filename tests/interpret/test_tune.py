@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,17 @@ def test_tiles_of_a_schedule_made_apart(measured: list[float]) -> None:
     assert tile != (64, 64)
     again = fg.Attention(mask=masks.causal)
     assert again(q, k, v, backend="interpret").allclose(right, atol=2e-5)
+
+
+def test_a_backward_in_a_thread_of_its_own(measured: list[float]) -> None:
+    """As autograd runs it on a GPU: what `override` said in the forward holds there too."""
+    attend = fg.Attention(mask=masks.causal)
+    given = [torch.randn(1, 1, 17, 16, requires_grad=True) for _ in range(3)]
+    with config.override(tune="quick"):
+        out = attend(*given, backend="interpret")
+    assert len(tune.winners()) == 1
+    thread = threading.Thread(target=torch.autograd.backward, args=(out, torch.ones_like(out)))
+    thread.start()
+    thread.join()
+    assert given[0].grad is not None
+    assert len(tune.winners()) == 3
