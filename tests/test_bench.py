@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,7 @@ import torch
 from flashgen import api, bench, masks
 from flashgen.bench import cpu, decode, gpu, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
+from flashgen.bench.peers import Peer
 from flashgen.bench.picture import picture
 from flashgen.call import CallText
 from flashgen.expr import walk
@@ -159,3 +161,28 @@ def test_a_picture_of_ratios(tmp_path: Path) -> None:
     assert [round(w / widths[0], 2) for w in widths] == [1, 1, 4, 2, 2]
     texts = [e.text for e in root.iter() if e.tag.endswith("text")]
     assert {"a & b", "<forward>", "4.00"} <= set(texts)
+
+
+def test_what_is_measured_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small, and without a GPU: works that are compared agree, and each is timed."""
+    small = {"DEVICE": "cpu", "HEADS": 4, "KV_HEADS": 2, "DIM": 16, "WITH_FLEX": (2, 128)}
+    small |= {"WINDOW": 64, "PREFILL": (1, 2, 64), "PAGES": (1, 16)}
+    for name, value in small.items():
+        monkeypatch.setattr(decode, name, value)
+    for name in ("_graph_ms", "_call_ms"):
+        monkeypatch.setattr(decode, name, lambda work, rounds: float(work().numel()))
+    monkeypatch.setattr(decode, "_flex", lambda *tensors: partial(decode._sdpa, *tensors))
+
+    def cudnn(causal: bool, tensors: list[torch.Tensor]) -> dict[str, Peer]:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return {"cuDNN": Peer(partial(attend, *tensors, is_causal=causal))}
+
+    monkeypatch.setattr(decode, "dense_peers", cudnn)
+    rows = decode._dense(2, 128, 1.0, 1) + decode._window(1.0, 1)
+    rows += decode._uneven(1.0, 1) + decode._prefill(1.0, 1)
+    assert [row.backend for row in rows] == [
+        *("SDPA", "FlexAttention", "flashgen", "flashgen, pages of 1", "flashgen, pages of 16"),
+        *("flashgen, 64 keys", "flashgen, the window"),
+        *("flashgen, equal lengths", "flashgen, random lengths"),
+        *("cuDNN", "flashgen"),
+    ]

@@ -18,8 +18,10 @@ import flashgen as fg
 from ..errors import FlashgenError
 from .gpu import milliseconds
 from .measure import Times
+from .peers import dense_peers
 from .table import Row, print_markdown, rows_of
 
+DEVICE = "cuda"
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SHAPES = ((1, 131072), (16, 8192), (64, 8192))
 # FlexAttention compiles anew for each shape.
@@ -28,6 +30,8 @@ PAGES = (1, 16, 64)
 WINDOW = 4096
 LATENT_BATCH, LATENT_LENGTH, LATENT_HEADS = 128, 4096, (16, 32, 64, 128)
 SCALE = 192**-0.5
+# Latent rows expanded for many queries: sequences, heads, positions.
+PREFILL = (1, 128, 8192)
 Work = Callable[[], Any]
 # A folder beside the package, which a type checker doesn't find.
 masks: Any = importlib.import_module("flashgen.masks")
@@ -54,7 +58,7 @@ def title() -> str:
 
     heads = f"1 query, Hq {HEADS} / Hkv {KV_HEADS}, D {DIM}; latent rows of 512 + 64"
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{heads}; bf16, in CUDA graphs, {machine}, triton {triton.__version__}"
+    return f"{heads}; bf16, in CUDA graphs but for prefill, {machine}, triton {triton.__version__}"
 
 
 def run(rounds: int) -> list[Row]:
@@ -65,8 +69,9 @@ def run(rounds: int) -> list[Row]:
     copy = _copy_rate(rounds)
     rows: list[Row] = [row for shape in SHAPES for row in _dense(*shape, copy, rounds)]
     rows += _window(copy, rounds)
+    rows += _uneven(copy, rounds)
     rows += [row for heads in LATENT_HEADS for row in _latent(heads, copy, rounds)]
-    return rows + _host()
+    return rows + _prefill(copy, rounds) + _host()
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -82,7 +87,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def _copy_rate(rounds: int) -> float:
     """Bytes that a kernel reads and writes in a millisecond; a graph's own copies are slower."""
-    source, target = torch.zeros(2, 1 << 29, dtype=torch.bfloat16, device="cuda")
+    source, target = torch.zeros(2, 1 << 29, dtype=torch.bfloat16, device=DEVICE)
     ms = _graph_ms(partial(torch.add, source, 1, out=target), rounds)
     return float(2 * source.nbytes / ms)
 
@@ -112,9 +117,42 @@ def _window(copy: float, rounds: int) -> list[Row]:
     return _rows(f"a window of {WINDOW} over 131072", works, moved, copy, rounds)
 
 
+def _uneven(copy: float, rounds: int) -> list[Row]:
+    """Sequences of random lengths beside as many equal ones of the same total."""
+    batch, length = WITH_FLEX
+    share = torch.rand(batch, generator=torch.Generator().manual_seed(1)) + 0.05
+    ends = (batch * length * share.cumsum(0) / share.sum()).round().int()
+    random = ends.diff(prepend=ends.new_zeros(1)).to(DEVICE)
+    q, k, v = _tensors(batch, int(random.max()))
+    lengths = {"equal": torch.full_like(random, length), "random": random}
+    works: dict[str, Work] = {
+        f"flashgen, {name} lengths": partial(fg.Attention(), q, k, v, kv_lens=lens)
+        for name, lens in lengths.items()
+    }
+    moved = 2 * batch * length * KV_HEADS * DIM * k.itemsize
+    return _rows(f"{batch} x {length} in all", works, moved, copy, rounds)
+
+
+def _prefill(copy: float, rounds: int) -> list[Row]:
+    batch, heads, length = PREFILL
+    shapes = [(batch, heads, length, dim) for dim in (192, 192, 128)]
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
+    attend = fg.Attention(masks.causal)
+    works: dict[str, Work] = {
+        "cuDNN": dense_peers(True, [q, k, v])["cuDNN"].forward,
+        "flashgen": partial(attend, q, k, v, schedule=attend.schedule(q, k, v)),
+    }
+    _check(works)
+    # Half of all pairs.
+    flops = batch * heads * length**2 * (192 + 128)
+    moved = q.nbytes + k.nbytes + 2 * v.nbytes
+    name = f"prefill, causal, {batch} x {heads} x {length}, D 192 and 128"
+    return _rows(name, works, moved, copy, rounds, flops, captured=False)
+
+
 def _latent(heads: int, copy: float, rounds: int) -> list[Row]:
-    q = torch.randn(LATENT_BATCH, heads, 1, 576, device="cuda", dtype=torch.bfloat16)
-    kv = torch.randn(LATENT_BATCH, 1, LATENT_LENGTH, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(LATENT_BATCH, heads, 1, 576, device=DEVICE, dtype=torch.bfloat16)
+    kv = torch.randn(LATENT_BATCH, 1, LATENT_LENGTH, 576, device=DEVICE, dtype=torch.bfloat16)
     attend = fg.Attention(heads=fg.MLA(rank=512, rope=64))
     works: dict[str, Work] = {
         "flashgen": partial(attend, q, kv, scale=SCALE),
@@ -129,7 +167,7 @@ def _latent(heads: int, copy: float, rounds: int) -> list[Row]:
 def _host() -> list[Row]:
     """Time until a call returns, without a graph: the GPU has less to do than the host."""
     q, k, v = _tensors(2, 512)
-    lens = torch.tensor([500, 512], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([500, 512], dtype=torch.int32, device=DEVICE)
     causal = fg.Attention(masks.causal)
     schedule = causal.schedule(q, k, v, kv_lens=lens)
     works: dict[str, Work] = {
@@ -144,7 +182,7 @@ def _host() -> list[Row]:
 
 def _tensors(batch: int, length: int) -> list[torch.Tensor]:
     shapes = ((batch, HEADS, 1, DIM), *[(batch, KV_HEADS, length, DIM)] * 2)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -161,13 +199,13 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
 def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> Work:
     """The same keys in a pool of pages in no order."""
     batch, heads, length, dim = k.shape
-    order = torch.randperm(batch * length // size, device="cuda")
+    order = torch.randperm(batch * length // size, device=DEVICE)
     table = order.reshape(batch, -1).int()
     pools = []
     for x in (k, v):
         pages = x.transpose(1, 2).reshape(-1, size, heads, dim)
         pools.append(torch.empty_like(pages).index_copy_(0, order, pages))
-    lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     return partial(fg.Attention(), q, *pools, page_table=table, kv_lens=lens)
 
 
@@ -180,11 +218,19 @@ def _check(works: Mapping[str, Work]) -> None:
 
 
 def _rows(
-    work: str, works: Mapping[str, Work], moved: int, copy: float, rounds: int, flops: int = 0
+    work: str,
+    works: Mapping[str, Work],
+    moved: int,
+    copy: float,
+    rounds: int,
+    flops: int = 0,
+    *,
+    captured: bool = True,
 ) -> list[Row]:
     """Rows that say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms; `flops`: of
-    the products, where they may be what counts."""
-    rows = rows_of(work, {name: Times(_graph_ms(one, rounds)) for name, one in works.items()})
+    the products, where they may be what counts; `captured`: in a CUDA graph."""
+    measure = _graph_ms if captured else _call_ms
+    rows = rows_of(work, {name: Times(measure(one, rounds)) for name, one in works.items()})
     found: list[Row] = []
     for row in rows:
         rate, products = moved / row.forward_ms, flops / row.forward_ms
@@ -205,6 +251,10 @@ def _graph_ms(work: Work, rounds: int) -> float:
     with torch.cuda.graph(graph):
         work()
     return statistics.median(milliseconds(graph.replay) for _ in range(min(rounds, 3)))
+
+
+def _call_ms(work: Work, rounds: int) -> float:
+    return statistics.median(milliseconds(work) for _ in range(min(rounds, 3)))
 
 
 def _host_ms(work: Work, calls: int = 100) -> float:
