@@ -66,10 +66,11 @@ test: $(READY)
 test-slow: $(READY)
 	$(call run_suite,$(PYTEST) -m "slow and not gpu",5)
 
-# One process: the tests share a GPU.
+# One process: the tests share a GPU. What is slow compiles most of the time, and wants several:
+# pytest -n 15 -m "gpu and slow" tests/gpu
 test-gpu: $(READY)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch sees no GPU here")'
-	env -u TRITON_INTERPRET $(PY) -m pytest -m gpu tests
+	env -u TRITON_INTERPRET $(PY) -m pytest -m "gpu and not slow" tests
 
 test-triton: $(VENV)-triton-$(TRITON)/.ready
 	env TRITON_INTERPRET=1 $(VENV)-triton-$(TRITON)/bin/python -m pytest tests/interpret
