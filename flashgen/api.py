@@ -165,6 +165,7 @@ class Attention:
             return self._as_operators(q, k, v, *how, given, data)
         asked = (backend, bool(deterministic), bool(batch_invariant), bool(return_lse))
         key = key_of(q, k, v, given, data)
+        self._forget_if_replaced()
 
         def work() -> ready.Results:
             return self._attend(key, q, k, v, given, data, schedule, asked)
@@ -194,13 +195,12 @@ class Attention:
             from .debug import report_clamped
 
             report_clamped(call.bound, call.geometry)
+        if schedule is not None and not known.fits(schedule):
+            check_fits(schedule, call.bound, call.geometry, call.text)
+            known.found_to_fit(schedule)
         route = route_of(known, call, backend, schedule, invariant)
         made = schedule
-        if schedule is not None:
-            if not known.fits(schedule):
-                check_fits(schedule, call.bound, call.geometry, call.text)
-                known.found_to_fit(schedule)
-        elif not route.decodes or call.bound.spec.mask is not None:
+        if schedule is None and (not route.decodes or call.bound.spec.mask is not None):
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
             made = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
         engine = None
@@ -219,9 +219,6 @@ class Attention:
     def _checked(
         self, program: Program, key: Any, q: Any, k: Any, v: Any, given: Any, data: Any, **more: Any
     ) -> tuple[Known, Call]:
-        if self._sources and look(self._sources) != self._captured:
-            # Something else stands where a function found a tensor or a number.
-            self._calls = KnownCalls()
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given, **data})
 
         def checked(**arguments: Any) -> Call:
@@ -231,6 +228,11 @@ class Attention:
             return call
 
         return self._calls.checked(key, text, q, k, v, given, data, checked)
+
+    def _forget_if_replaced(self) -> None:
+        """Know no call where something else stands where a function found a tensor or a number."""
+        if self._sources and look(self._sources) != self._captured:
+            self._calls = KnownCalls()
 
     def _as_operators(
         self,
@@ -302,6 +304,7 @@ class Attention:
             v = k
         key = key_of(q, k, v, given, data)
         key = None if key is None else ("schedule", key)
+        self._forget_if_replaced()
         scale = None if program.heads is None else 1.0
         return self._checked(program, key, q, k, v, given, data, scale=scale)
 

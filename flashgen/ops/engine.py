@@ -105,7 +105,7 @@ class Kernels:
         """The same on another schedule of the same tiles, outside of CUDA graphs."""
         made = object.__new__(Kernels)
         made.__dict__.update(self.__dict__)
-        made._schedule = schedule
+        made._schedule, made._overrides = schedule, config.overrides()
         return made
 
     def forward(
@@ -120,7 +120,7 @@ class Kernels:
             given = {"bound": with_tensors(self._bound, data), "schedule": self._schedule}
             return self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
 
-        read, layout = self._schedule.read_by(ranges=not self._hopper)
+        read, layout = self._schedule.read_by()
         key = ("forward", self._hopper, launch.precision_of(q.dtype), layout)
         tensors = (q, k, v, sinks, *data, *self.geometry.tensors, *read)
         out, lse = self._tapes.run(key, tensors, run)
@@ -153,7 +153,7 @@ class Kernels:
             of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
             return grads.q, grads.k, grads.v, grads.sinks, *of_data
 
-        read, layout = self._schedule.read_by(by_key=True, ranges=True)
+        read, layout = self._schedule.read_by(by_key=True)
         # What was saved may have been put elsewhere in between.
         others = (*saved, sinks, *data)
         tensors = (*self.geometry.tensors, *read)

@@ -132,17 +132,14 @@ class Schedule:
         """What planning made: the states, and on a GPU the runs along the rows."""
         return (self.states,) if self._kv_runs is None else (self.states, *self._kv_runs.tensors)
 
-    def read_by(self, *, by_key: bool = False, ranges: bool = False) -> tuple[Any, str]:
-        """What kernels read of it, and how that is laid out; `by_key`: also along the columns,
-        `ranges`: also where equal data lie."""
-        name = f"read {by_key} {ranges}"
-        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, ranges))
+    def read_by(self, *, by_key: bool = False) -> tuple[Any, str]:
+        """What kernels read of it, and how that is laid out; `by_key`: also along the columns."""
+        made: tuple[Any, str] = self._kept(f"read {by_key}", lambda: self._read_by(by_key))
         return made
 
-    def _read_by(self, by_key: bool, ranges: bool) -> tuple[Any, str]:
+    def _read_by(self, by_key: bool) -> tuple[Any, str]:
         found = [self.states, self.q_sequences, *self.kv_runs.tensors]
-        if ranges:
-            found += [x for made in self.ranges for x in (made.range, made.order)]
+        found += [x for made in self.ranges for x in (made.range, made.order)]
         if by_key:
             found += [self.kv_sequences, *self.q_runs.tensors]
         return tuple(found), f"{self.block_size} {layouts_of(*found)}"

@@ -177,3 +177,21 @@ def test_gradients_switched_on_and_off() -> None:
         if turn % 3:
             (mine,) = torch.autograd.grad(out.sum(), k)
             torch.testing.assert_close(mine, torch.autograd.grad(right.sum(), k)[0])
+
+
+def test_a_number_that_is_replaced_between_calls(plays: list[int]) -> None:
+    """A record is of what a function captured when it was made."""
+    most = 5
+
+    def near(q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < most)
+
+    attend = fg.Attention(fg.mask(near))
+    for turn in range(12):
+        most = 5 if turn < 5 else 9
+        q, k, v = (x.detach() for x in tensors())
+        out = attend(q, k, v, backend="interpret")
+        gap = torch.arange(33)[:, None] - torch.arange(33)
+        right, _ = dense.attention(q, k, v, (gap >= 0) & (gap < most))
+        torch.testing.assert_close(out.double(), right, rtol=0, atol=1e-5)
+    assert len(plays) >= 5
