@@ -11,6 +11,8 @@ from triton.runtime.jit import JITFunction
 
 import flashgen as fg
 from flashgen import launch, masks, ops
+from flashgen.play import Play
+from flashgen.tape import Tapes
 from flashgen.tiling import target_of
 
 H200 = target_of("cuda", 90)
@@ -88,6 +90,25 @@ def test_backward(launched: list[str], attention: Any, data: Any, kv_heads: int)
     sums = ["finish_queries", *["finish_keys"] * (kv_heads == 2)]
     repairs = ["attention_backward_q", "attention_backward_kv"]
     assert launched == ["prepare_rows", "attention_backward", *sums, *repairs]
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+@pytest.mark.parametrize("name", ["causal", "causal_document"])
+def test_all_that_is_read_of_a_shared_schedule_is_known(
+    launched: list[str], backend: str, name: str
+) -> None:
+    """What kernels read of a schedule beside that, no record could tell from another call's."""
+    attention, tapes = fg.Attention(mask=getattr(masks, name)), Tapes()
+    data = {"doc": torch.zeros(2, 200).int()} if name == "causal_document" else {}
+    tensors = [torch.randn(2, 2, 200, 64).bfloat16().requires_grad_() for _ in range(3)]
+    call = attention._check_look(*tensors, data)
+    schedule = attention.schedule(*tensors, block_size=(128, 128), **data)
+    arguments = ops.arguments_of(call, schedule, False)
+    for _ in range(3):
+        made = ops.engine(backend, call.bound, tapes=tapes, **arguments)
+        out, _ = ops.attention(made, *tensors, None, call.data)
+        torch.autograd.grad(out.sum(), tensors)
+    assert [type(x) for x in tapes._plays.values()] == [Play, Play]
 
 
 def test_deterministic_gradients_are_portable(launched: list[str]) -> None:
