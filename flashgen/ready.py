@@ -63,7 +63,7 @@ def run(
     """What `work()` returns, by what was found before where that is enough."""
     tensors = [given[name] for name in known.given]
     tensors += [data[name] for name in known.data]
-    graded = _wants_gradient(*qkv, *tensors)
+    graded = _wants_gradient(*qkv, *tensors, *known.own)
     found: Ready | None = known.ready.get((asked, graded, schedule is None))
     if found is None or _is_looked_at(qkv[0].device):
         return work()

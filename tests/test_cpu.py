@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flashgen import FlashgenError
 from flashgen.cpu.blocks import split
 from flashgen.geometry import Geometry
-from flashgen.ops import attention
+from flashgen.ops import attention, engine
 from flashgen.schedule import Schedule
 from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
@@ -104,18 +104,15 @@ def run(
         q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], CPU, q_offset, kv_lens
     )
     bound = fit_data(program.bind(data or {}, "test"), geometry.extents, CPU, "test")
-    return attention(
-        q,
-        k,
-        v,
-        backend="cpu",
-        bound=bound,
+    made = engine(
+        "cpu",
+        bound,
         geometry=geometry,
         schedule=make_schedule(bound, geometry, block_size, planner, "test"),
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         softcap=softcap,
-        sinks=sinks,
     )
+    return attention(made, q, k, v, sinks, [bound.tensors[t.name] for t in bound.spec.tensors])
 
 
 def oracle(
@@ -359,14 +356,9 @@ def test_a_schedule_shared_by_sequences_of_different_lengths() -> None:
     geometry = Geometry(3, 2, 2, 20, 40, CPU, 0, lens)
     states = torch.full((1, 1, 2, 3), 2, dtype=torch.int8)
     bound = Program().bind({}, "test")
-    ours = attention(
-        *leaves,
-        backend="cpu",
-        bound=bound,
-        geometry=geometry,
-        schedule=Schedule(states, (16, 16), 20, 40, 0, lens, "full", "", "auto"),
-        scale=8**-0.5,
-    )
+    schedule = Schedule(states, (16, 16), 20, 40, 0, lens, "full", "", "auto")
+    made = engine("cpu", bound, geometry=geometry, schedule=schedule, scale=8**-0.5)
+    ours = attention(made, *leaves, None, [])
     allowed = (torch.arange(40) < lens[:, None]).reshape(3, 1, 1, 40)
     assert_same(ours, oracle(*leaves, allowed), leaves)
 
@@ -679,9 +671,9 @@ def test_full_tiles_pay_for_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MEMORY = """
-import functools, resource, torch
+import resource, torch
 from flashgen.geometry import Geometry
-from flashgen.ops import attention
+from flashgen.ops import attention, engine
 from flashgen.schedule.make import make_schedule
 from flashgen.spec import Program, mask
 
@@ -694,8 +686,8 @@ def peak(length):
     geometry = Geometry(1, 1, 1, length, length, torch.device("cpu"))
     schedule = make_schedule(bound, geometry, (128, 128), "auto", "test")
     q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
-    run = functools.partial(attention, bound=bound, geometry=geometry, schedule=schedule)
-    out, lse = run(q, k, v, backend="cpu", scale=0.25)
+    made = engine("cpu", bound, geometry=geometry, schedule=schedule, scale=0.25)
+    out, lse = attention(made, q, k, v, None, [])
     (out.sum() + lse.sum()).backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 

@@ -160,11 +160,13 @@ def _backward_block(problem: Problem, block: Block, saved: Saved, grads: Gradien
 def sink_gradient(
     sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor | None:
-    """[Hq], from all rows: those without keys have their share in the LSE's gradient."""
+    """[Hq], from all rows: those without keys have their share in the LSE's gradient.
+
+    Only rows behind the last packed sequence, and those of a sink of -inf, have an LSE of -inf."""
     if sinks is None:
         return None
     share = torch.exp(sinks - lse) * -delta
-    return torch.where(sinks == -torch.inf, 0, share).sum((0, 2))
+    return torch.where((sinks == -torch.inf) | (lse == -torch.inf), 0, share).sum((0, 2))
 
 
 def _product(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -117,7 +117,7 @@ def backward(
         run.by_query(grads)
     if kernels.by_key:
         run.by_key(grads)
-    of_sinks = _sink_gradient(sinks, saved.lse, run.delta) if sinks_wanted else None
+    of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 
@@ -204,14 +204,16 @@ def _unit_strides(saved: Saved) -> Saved:
 
 
 def _sink_gradient(
-    sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor
+    sinks: torch.Tensor | None, lse_log2: torch.Tensor, delta: torch.Tensor
 ) -> torch.Tensor | None:
-    """[Hq]: the sink's weight times -delta, summed over all rows; those without keys too."""
+    """[Hq]: the sink's weight times -delta, summed over all rows; those without keys too.
+
+    Both are laid out as the kernels have them; where no row is, the LSE is inf."""
     if sinks is None:
         return None
-    wide = sinks.to(lse.dtype).reshape(1, -1, 1)
-    weights = torch.where(wide == -torch.inf, 0.0, torch.exp(wide - lse))
-    share = torch.where(weights == 0, 0.0, weights * -delta[..., : lse.shape[2]])
+    wide = sinks.to(delta.dtype).reshape(1, -1, 1) * LOG2E
+    weights = torch.exp2(wide - lse_log2)
+    share = torch.where(weights == 0, 0.0, weights * -delta)
     return share.sum((0, 2)).to(sinks.dtype)
 
 

@@ -40,6 +40,28 @@ def test_packed_gradients(name: str) -> None:
     check_gradients(attend, sequences, plain(stored.within(40)), "interpret")
 
 
+def test_packed_sinks_and_data_have_gradients() -> None:
+    """Of rows between sequences, which the kernels add, and behind the last one, nothing."""
+
+    def tilt(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+        return score + slope[b, h] * (kv_idx - q_idx)
+
+    attend = fg.Attention(masks.causal, score=tilt, sinks=True, softcap=3.0)
+    starts, ends = (torch.tensor(x, dtype=torch.int32) for x in ([0, 70, 70, 79], [0, 40, 47, 90]))
+    where = {"cu_seqlens_q": starts, "cu_seqlens_kv": ends}
+    shapes = ((85, 4, 16), (90, 2, 16), (90, 2, 16), (3, 4), (4,))
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    grads = (torch.randn(85, 4, 16), torch.randn(4, 85))
+    found: list[Any] = []
+    for backend in ("interpret", "cpu"):
+        *tensors, slope, sinks = leaves
+        given = {**where, "slope": slope, "sinks": sinks, "backend": backend}
+        results = attend(*tensors, **given, return_lse=True)
+        found.append((*results, *torch.autograd.grad(results, leaves, grads)))
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("block", [(64, 16), (16, 64), (48, 96)], ids=str)
 def test_gradients_on_every_tile(block: tuple[int, int]) -> None:
     """Lengths of one more than a tile: all kernels lay out prepared rows alike."""
