@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -187,6 +189,12 @@ def test_checkpointing(reentrant: bool) -> None:
     plain = torch.autograd.grad(call(*inputs), inputs, grad)
     checkpoint(call, *inputs, use_reentrant=reentrant).backward(grad)
     assert all(torch.equal(x.grad, right) for x, right in zip(inputs, plain, strict=True))
+
+
+def test_operators_have_their_names_before_a_call() -> None:
+    """A policy of selective checkpointing asks for them."""
+    names = "import torch, flashgen; flashgen.Attention; torch.ops.flashgen.attention.default"
+    subprocess.run([sys.executable, "-c", names], check=True)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+# Registers them: a policy of selective checkpointing names them before the first call.
+from . import library  # noqa: F401
 from .eager import again, attention
 from .engine import Engine, Kernels, arguments_of, engine
 from .planned import Planned
