@@ -73,7 +73,7 @@ def run(
     if found.engine is not None:
         sinks = given["sinks"]
         sinks = None if sinks is None else sinks.contiguous()
-        return ops.again(found.engine.on(made), *qkv, sinks, known.read(data))
+        return ops.again(found.engine.again(made), *qkv, sinks, known.read(data))
     read, layout = ((), "") if made is None else found.read(made)
     key = ("call", asked, precision_of(qkv[0].dtype), layout)
     out, lse = known.tapes.run(key, (*qkv, *tensors, *known.own, *read), work)

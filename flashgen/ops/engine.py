@@ -105,7 +105,13 @@ class Kernels:
         """The same on another schedule of the same tiles, outside of CUDA graphs."""
         made = object.__new__(Kernels)
         made.__dict__.update(self.__dict__)
-        made._schedule, made._overrides = schedule, config.overrides()
+        made._schedule = schedule
+        return made
+
+    def again(self, schedule: Schedule | None) -> Kernels:
+        """The same for another call, under the settings of now."""
+        made = self.on(schedule)
+        made._overrides = config.overrides()
         return made
 
     def forward(

@@ -23,7 +23,7 @@ from .engine import Gradients, Kernels, with_tensors
 
 class Planned:
     """`kernels`, without a schedule, on one of these tiles that each call makes; `bound`: the call
-    as users named it. Serves one call; `on` makes the next one's."""
+    as users named it. Serves one call; `again` makes the next one's."""
 
     def __init__(
         self, kernels: Kernels, bound: Bound, block: tuple[int, int], tapes: Tapes
@@ -33,9 +33,9 @@ class Planned:
         self._bound = Bound(bound.spec, bound.scalars, {})
         self._tiles: Sequence[torch.Tensor] = ()
 
-    def on(self, schedule: None) -> Planned:
-        """The same for another call."""
-        return Planned(self._kernels, self._bound, self._block, self._tapes)
+    def again(self, schedule: None) -> Planned:
+        """The same for another call, under the settings of now."""
+        return Planned(self._kernels.again(None), self._bound, self._block, self._tapes)
 
     def forward(
         self,

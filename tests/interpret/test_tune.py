@@ -86,12 +86,16 @@ def test_tiles_of_a_schedule_made_apart(measured: list[float]) -> None:
     assert again(q, k, v, backend="interpret").allclose(right, atol=2e-5)
 
 
-def test_a_backward_in_a_thread_of_its_own(measured: list[float]) -> None:
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("name", ["causal", "causal_document"])
+def test_a_backward_in_a_thread_of_its_own(measured: list[float], name: str, calls: int) -> None:
     """As autograd runs it on a GPU: what `override` said in the forward holds there too."""
-    attend = fg.Attention(mask=masks.causal)
+    attend = fg.Attention(mask=getattr(masks, name))
+    data = {"doc": torch.zeros(1, 17).int()} if name == "causal_document" else {}
     given = [torch.randn(1, 1, 17, 16, requires_grad=True) for _ in range(3)]
-    with config.override(tune="quick"):
-        out = attend(*given, backend="interpret")
+    for _ in range(calls):
+        with config.override(tune="quick"):
+            out = attend(*given, **data, backend="interpret")
     assert len(tune.winners()) == 1
     thread = threading.Thread(target=torch.autograd.backward, args=(out, torch.ones_like(out)))
     thread.start()
