@@ -109,8 +109,8 @@ def test_without_gradients(name: str, plays: list[Play]) -> None:
             given["schedule"] = schedule_of(attend, given)
         plays.clear()
         out, lse = attend(**given, return_lse=True)
-        # Of another schedule, the visited tiles are found once.
-        assert turn < 3 or len(plays) == (2 if name == "token, given" else 1)
+        # Of another schedule, the visited tiles or the ranges of data are found once.
+        assert turn < 3 or len(plays) == 1 + is_given
         right, right_lse = fg.Attention(**declared)(**given, return_lse=True)
         assert torch.equal(out, right)
         assert torch.equal(lse, right_lse)
