@@ -158,9 +158,10 @@ def test_a_picture_of_ratios(tmp_path: Path) -> None:
     root = ElementTree.fromstring(picture(table.rows_of("work", times), "a & b"))
     bars = [e for e in root.iter() if e.get("fill-opacity")]
     widths = [float(bar.get("width", "")) for bar in bars]
-    assert [round(w / widths[0], 2) for w in widths] == [1, 1, 4, 2, 2]
+    # Four times as fast is beyond what is drawn.
+    assert [round(w / widths[0], 2) for w in widths] == [1, 1, 3, 2, 2]
     texts = [e.text for e in root.iter() if e.tag.endswith("text")]
-    assert {"a & b", "<forward>", "4.00"} <= set(texts)
+    assert {"a & b", "<forward>", "2.00", "… 4.00"} <= set(texts)
 
 
 def test_what_is_measured_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from xml.sax.saxutils import escape
 from .table import Row
 
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 230, 460, 11, 12, 58
+# Longer bars are cut, so that one of them doesn't make all others small.
+_LONGEST = 3.0
 _COLOURS = ("#8a94a3", "#2f6fe0", "#ee8b2c", "#4a9d5b", "#9a5fc0")
 
 
@@ -17,7 +19,7 @@ def picture(rows: Sequence[Row], title: str) -> str:
     backward pale below it. An SVG document."""
     backends = list(dict.fromkeys(row.backend for row in rows))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(backends)}
-    most = max((max(_ratios(rows, row)) for row in rows), default=1.0)
+    most = min(_LONGEST, max((max(_ratios(rows, row)) for row in rows), default=1.0))
     parts: list[str] = [_text(16, 24, title, "font-weight='bold'")]
     parts += _legend(colours)
     y = float(_TOP)
@@ -26,12 +28,14 @@ def picture(rows: Sequence[Row], title: str) -> str:
         bars = [bar for row in own for bar in _bars(rows, row, colours[row.backend])]
         parts.append(_text(_LEFT - 8, y + len(bars) * _BAR / 2 + 4, work, "text-anchor='end'"))
         for ratio, colour, opacity in bars:
-            width = ratio / most * _WIDTH
+            width = min(ratio, most) / most * _WIDTH
             parts.append(
                 f"<rect x='{_LEFT}' y='{y:g}' width='{width:.1f}' height='{_BAR - 1}' "
                 f"fill='{colour}' fill-opacity='{opacity}'/>"
             )
-            parts.append(_text(_LEFT + width + 4, y + _BAR - 2, f"{ratio:.2f}", "font-size='9'"))
+            parts.append(
+                _text(_LEFT + width + 4, y + _BAR - 2, _label(ratio, most), "font-size='9'")
+            )
             y += _BAR
         y += _GAP
     one = _LEFT + _WIDTH / most
@@ -46,6 +50,10 @@ def picture(rows: Sequence[Row], title: str) -> str:
     )
     ground = "<rect width='100%' height='100%' fill='white'/>"
     return "\n".join([head, ground, *parts, "</svg>"]) + "\n"
+
+
+def _label(ratio: float, most: float) -> str:
+    return f"{ratio:.2f}" if ratio <= most else f"… {ratio:.2f}"
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> tuple[float, ...]:
