@@ -12,7 +12,7 @@ from .launch import hopper_latent as launch_hopper_latent
 from .launch import key_parts
 from .spec import Spec
 from .tiling import target_of
-from .tiling_decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
+from .tiling.decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
 
 _TILE, _PAGE_SIZE = (64, 64), 16
 

@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 
-from . import backends, ops, ready
+from . import backends, ops
 from .call import Call, CallText, autocast, check
+from .calls import ready
+from .calls.known import Known, KnownCalls, key_of
+from .calls.routes import kept_key, route_of, tile_of
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
 from .errors import FlashgenError
-from .known_calls import Known, KnownCalls, key_of
-from .routes import kept_key, route_of, tile_of
+from .records.tape import Tapes
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, make_schedule
 from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
-from .tape import Tapes
 from .trace.sources import Source, look
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]

@@ -14,9 +14,9 @@ from .kernel_names import spell
 from .launch import decode as launch_decode
 from .launch import hopper_latent as launch_hopper_latent
 from .launch import precision_of
+from .records.tape import Tapes
 from .schedule import Schedule
-from .tape import Tapes
-from .tiling_decode import MOST_QUERIES
+from .tiling.decode import MOST_QUERIES
 
 # Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
 _MOST_SPLIT_QUERIES, _LONG_KEYS = 64, 4096

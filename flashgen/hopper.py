@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia import hopper as instructions
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import PropagateNan as PropagateNan
 
-from .tape import place_of
+from .records.tape import place_of
 
 tma, mbarrier, async_copy = instructions.tma, instructions.mbarrier, instructions.async_copy
 fence_async_shared = instructions.fence_async_shared

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from . import __version__, tape
+from . import __version__
 from .config import config, log, warn_once
 from .errors import FlashgenError
+from .records import tape
 from .tiling import Tiling
 
 # What a kernel or a schedule is made for, and the numbers that were fastest.

@@ -12,7 +12,7 @@ from flashgen import masks
 from flashgen.decoding import choose_kernel
 from flashgen.schedule import visits
 from flashgen.tiling import Tiling, target_of
-from flashgen.tiling_decode import WHOLE_ROWS, Blocks, choose_blocks, choose_splits
+from flashgen.tiling.decode import WHOLE_ROWS, Blocks, choose_blocks, choose_splits
 
 H200 = target_of("cuda", 90)
 BF16, FP32 = torch.bfloat16, torch.float32

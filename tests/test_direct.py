@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen import direct
+from flashgen.records import direct
 
 KINDS = {
     "a": "*bf16",

@@ -19,7 +19,7 @@ from flashgen.kernel_names import spell
 from flashgen.launch import decode as launch_decode
 from flashgen.launch import hopper_latent as launch_hopper_latent
 from flashgen.tiling import target_of
-from flashgen.tiling_decode import LATENT_TILE, Splits
+from flashgen.tiling.decode import LATENT_TILE, Splits
 
 RANK, ROPE, SCALE = 128, 16, 0.1
 MLA = fg.MLA(RANK, ROPE)

@@ -11,8 +11,8 @@ from triton.runtime.jit import JITFunction
 
 import flashgen as fg
 from flashgen import launch, masks, ops
-from flashgen.play import Play
-from flashgen.tape import Tapes
+from flashgen.records.play import Play
+from flashgen.records.tape import Tapes
 from flashgen.tiling import target_of
 
 H200 = target_of("cuda", 90)

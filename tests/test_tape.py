@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashgen.config import config
-from flashgen.play import Play
-from flashgen.tape import Tapes, recorder
+from flashgen.records.play import Play
+from flashgen.records.tape import Tapes, recorder
 
 
 def pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +214,7 @@ def test_what_only_kernels_see_is_one_allocation(monkeypatch: pytest.MonkeyPatch
         ctypes.memset(address, 0, count)
         cleared.append(count)
 
-    monkeypatch.setattr("flashgen.play.clear", clear)
+    monkeypatch.setattr("flashgen.records.play.clear", clear)
     kernel = Adding(12)
 
     def work(x: torch.Tensor, y: torch.Tensor) -> Any:

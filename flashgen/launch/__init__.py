@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from .. import cache, direct, emit, tape, tune
+from .. import cache, emit, tune
 from ..config import config
 from ..dropout import Dropout
 from ..errors import FlashgenError
 from ..geometry import Geometry
 from ..lower.widths import scalar_is_wide, size_name
 from ..order import tables_of
-from ..play import on_device
+from ..records import direct, tape
+from ..records.play import on_device
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import INTERPRETER, Target, Tiling, choose_for, target_of

@@ -19,7 +19,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from ..tiling_backward import tilings
+from ..tiling.backward import tilings
 from . import (
     LOG2E,
     constants_of,

@@ -15,7 +15,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from ..tiling_decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
+from ..tiling.decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
 from . import (
     LOG2E,
     alignment,

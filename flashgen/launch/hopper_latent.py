@@ -13,7 +13,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import MLA, Bound, Spec
 from ..tiling import Tiling
-from ..tiling_decode import Blocks, power_of_two
+from ..tiling.decode import Blocks, power_of_two
 from . import decode as launch_decode
 from .hopper_forward import SHARED, unsupported
 

@@ -17,9 +17,9 @@ from ..kernel_names import spell
 from ..launch import backward as launch_backward
 from ..launch import hopper_forward as launch_hopper
 from ..launch.backward import Saved
+from ..records.tape import Tapes
 from ..schedule import Schedule
 from ..spec import Bound
-from ..tape import Tapes
 
 if TYPE_CHECKING:
     from ..call import Call

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ..calls.known import KnownCalls
 from ..errors import FlashgenError
 from ..expr import leaves
 from ..geometry import Geometry
-from ..known_calls import KnownCalls
 from ..schedule import Runs, Schedule
 from ..schedule.classify import grid_of
 from ..schedule.make import mask_scalars, sources_of

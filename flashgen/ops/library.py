@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from ..call import Call, CallText, check
+from ..calls.known import Known, key_of
 from ..config import config
 from ..decoding import choose_kernel, decode
 from ..geometry import Geometry, refuse_paged
-from ..known_calls import Known, key_of
 from ..launch.backward import Saved
+from ..records.tape import Tapes
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
-from ..tape import Tapes
 from . import flat
 from .eager import twice
 from .engine import arguments_of, engine, no_autocast

@@ -13,11 +13,11 @@ import torch
 from ..geometry import Geometry
 from ..launch import precision_of
 from ..launch.backward import Saved
+from ..records.tape import Tapes
 from ..schedule import Schedule
 from ..schedule.make import make_schedule, of_states
 from ..schedule.runs import Runs
 from ..spec import Bound
-from ..tape import Tapes
 from .engine import Gradients, Kernels, with_tensors
 
 

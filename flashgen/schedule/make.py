@@ -11,8 +11,8 @@ from ..errors import FlashgenError
 from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..order import tables_of
+from ..records.tape import Tapes
 from ..spec import Bound
-from ..tape import Tapes
 from .classify import Planner, classify
 from .runs import Runs
 from .value import Schedule, shown

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..order import Ranges, find_ranges
+from ..records.tape import Tapes, layouts_of
 from ..storage import Packing
-from ..tape import Tapes, layouts_of
 from .classify import FULL, PARTIAL
 from .runs import Runs, Visits, column_capacity, compact, visits
 

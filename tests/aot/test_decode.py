@@ -20,7 +20,7 @@ from flashgen.emit import decode as emit_decode
 from flashgen.kernel_names import spell
 from flashgen.launch import decode as launch_decode
 from flashgen.spec import Spec
-from flashgen.tiling_decode import Splits
+from flashgen.tiling.decode import Splits
 
 
 class Decoding(NamedTuple):

@@ -11,7 +11,7 @@ from dense_checks import oracle, sdpa_error
 import flashgen as fg
 from flashgen import masks
 from flashgen.launch import decode as launch_decode
-from flashgen.tiling_decode import Splits
+from flashgen.tiling.decode import Splits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import torch
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.play import Play
+from flashgen.records.play import Play
 
 pytestmark = pytest.mark.gpu
 LATENT = fg.MLA(rank=512, rope=64)

@@ -12,7 +12,7 @@ import torch
 import flashgen as fg
 from flashgen import masks
 from flashgen.launch import decode as launch_decode
-from flashgen.tiling_decode import Splits
+from flashgen.tiling.decode import Splits
 
 NAN, INF = math.nan, math.inf
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
@@ -231,7 +231,7 @@ def test_latent_scores_and_windows(splits):
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch):
-    monkeypatch.setattr("flashgen.tiling_decode.INVARIANT_KEYS", 64)
+    monkeypatch.setattr("flashgen.tiling.decode.INVARIANT_KEYS", 64)
     q, k, v = inputs(4, 4, 2, 2, 300, 16)
     lens = torch.tensor([300, 2, 129, 64], dtype=torch.int32)
     attend = fg.Attention(masks.sliding_window(window=200))

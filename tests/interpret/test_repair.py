@@ -16,7 +16,7 @@ from flashgen.launch import hopper_backward as launch_hopper_backward
 from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.launch.backward import Saved
 from flashgen.ops.engine import engine
-from flashgen.tiling_decode import LATENT_TILE, Splits
+from flashgen.tiling.decode import LATENT_TILE, Splits
 
 MARK = 7.0
 

@@ -13,7 +13,7 @@ from stored import Sequences
 import flashgen as fg
 from flashgen import masks
 from flashgen.launch import decode as launch_decode
-from flashgen.tiling_decode import Splits
+from flashgen.tiling.decode import Splits
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
 
@@ -50,7 +50,7 @@ def test_a_step_is_a_row_of_the_whole() -> None:
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_bits_depend_neither_on_the_batch_nor_on_pages(monkeypatch: Any, size: int) -> None:
-    monkeypatch.setattr("flashgen.tiling_decode.INVARIANT_KEYS", 64)
+    monkeypatch.setattr("flashgen.tiling.decode.INVARIANT_KEYS", 64)
     sequences = Sequences.random([2] * 3, [200, 2, 129], 4, 2)
     attend, options = fg.Attention(masks.causal), {**INTERPRET, "batch_invariant": True}
     keys, arguments = sequences.paged(size)

@@ -18,7 +18,7 @@ from flashgen import masks
 from flashgen.launch import decode as launch_decode
 from flashgen.plan import plan
 from flashgen.schedule import classify
-from flashgen.tiling_decode import Splits
+from flashgen.tiling.decode import Splits
 
 POSITIONAL = stored.by_position(CASES)
 KV_LENS = [0, 1, 5, 127, 129]

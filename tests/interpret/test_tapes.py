@@ -10,7 +10,7 @@ import torch
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.play import Play
+from flashgen.records.play import Play
 
 PLAYS: list[int] = []
 

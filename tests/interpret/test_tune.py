@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import flashgen as fg
-from flashgen import config, masks, routes, tune
+from flashgen import config, masks, tune
+from flashgen.calls import routes
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .config import config
+from ..config import config
 from .direct import DirectLaunch, is_watched
 from .play import Buffer, Launch, Operation, Play, Record, View, is_descriptor
 

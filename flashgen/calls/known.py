@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .call import Call, CallText, geometry_of
-from .check_storage import Storage, views
-from .config import config
-from .schedule import Schedule
-from .spec import Bound
-from .tape import Tapes, layout_of
+from ..call import Call, CallText, geometry_of
+from ..check_storage import Storage, views
+from ..config import config
+from ..records.tape import Tapes, layout_of
+from ..schedule import Schedule
+from ..spec import Bound
 
 # Shapes and scalars seen lately; a call costs some kilobytes.
 _MOST = 64

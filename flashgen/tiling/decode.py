@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .emit import parts_of
-from .tiling import Target, Tiling
+from ..emit import parts_of
+from . import Target, Tiling
 
 # Most queries of a call that the kernel for decoding is for: speculative decoding has up to 16.
 MOST_QUERIES = 16

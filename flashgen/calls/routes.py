@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from . import backends, ops, tune
-from .call import Call
-from .config import config
-from .decoding import choose_kernel, wants_gradient
-from .known_calls import Known
-from .schedule.make import has_long_rows, make_schedule
-from .tiling_decode import LATENT_TILE, MOST_QUERIES
+from .. import backends, ops, tune
+from ..call import Call
+from ..config import config
+from ..decoding import choose_kernel, wants_gradient
+from ..schedule.make import has_long_rows, make_schedule
+from ..tiling.decode import LATENT_TILE, MOST_QUERIES
+from .known import Known
 
 # Tiles that tuning tries beside the kernel's own.
 _TILES = ((128, 128), (128, 64), (64, 128), (64, 64))

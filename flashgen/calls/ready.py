@@ -1,7 +1,7 @@
 """Calls like one that was done: nothing is checked, and nothing is chosen.
 
-Where no gradient is wanted, the whole call is one record (`tape.py`), planning included. Where one
-is, autograd gets an engine and the tensors of the call."""
+Where no gradient is wanted, the whole call is one record (`records/tape.py`), planning included.
+Where one is, autograd gets an engine and the tensors of the call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad as fwAD
 
-from . import ops
-from .call import Call
-from .decoding import wants_gradient
-from .known_calls import Known
-from .launch import precision_of
+from .. import ops
+from ..call import Call
+from ..decoding import wants_gradient
+from ..launch import precision_of
+from ..schedule import Schedule
+from ..schedule.value import is_capturing
+from .known import Known
 from .routes import Route
-from .schedule import Schedule
-from .schedule.value import is_capturing
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 # Of a call: its backend, `deterministic`, `batch_invariant` and `return_lse`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .emit import parts_of
+from ..emit import parts_of
 
 
 @dataclass(frozen=True)

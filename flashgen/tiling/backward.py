@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from .tiling import Target, Tiling, inside
+from . import Target, Tiling, inside
 
 # (largest head dimension, pairs for the queries' and the keys' kernel from large to small): the
 # first pair inside a schedule's tiles is taken. Hopper's are measured, the others spill least.

@@ -1,0 +1,1 @@
+"""Calls: which way they go, and those like one that was done."""

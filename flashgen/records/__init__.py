@@ -1,0 +1,1 @@
+"""What calls did, written down, and done again by addresses alone."""
