@@ -33,53 +33,92 @@ def tanh(x):
 
 
 @gluon.jit
+def place_of(item, blocks, heads, group):
+    """Batch element, query head, head of the keys and key block of a piece of work.
+
+    First key blocks first: under causal masks they are the longest."""
+    h = (item // blocks) % heads
+    return item // blocks // heads, h, h // group, item % blocks
+
+
+@gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-    q, k, v, grad_out, lse, delta, first_rows, q_here, grads_here, is_free, keys_here,
-    masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STEPS: gl.constexpr,
+    q, k, v, grad_out, lse, delta, first_rows, work,
+    q_here, grads_here, is_free, keys_here, keys_free,
+    counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
+    next_item_ptr, items, blocks, heads, group, capacity, padded_len,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    """The warp that loads: keys and values once, queries and their gradients a few steps ahead."""
-    if masked_steps + full_steps > 0:
-        mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-        hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k)
-        hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v)
+    """The warp that loads: for each piece of work its keys and values, and its queries and their
+    gradients a few steps ahead. It gets the pieces from a counter, and tells the others."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    runs = gl.where(masked_steps > 0, masked_runs, full_runs)
-    step = gl.load(runs) * STEPS
-    end = gl.load(runs + 1) * STEPS
-    next_step = gl.load(runs + 2) * STEPS
-    next_end = gl.load(runs + 3) * STEPS
-    for turn in range(masked_steps + full_steps):
-        stage = turn % STAGES
-        mbarrier.wait(is_free.index(stage), (turn // STAGES & 1) ^ 1)
-        row = step * BLOCK_M
-        mbarrier.expect(q_here.index(stage), q_tiles.block_type.nbytes + 4 * BLOCK_M)
-        hopper.load_tile(q_tiles, [b, h, row, 0], q_here.index(stage), q.index(stage))
-        hopper.load_tile(lse_tiles, [line + row], q_here.index(stage), lse.index(stage))
-        mbarrier.expect(grads_here.index(stage), grad_out_tiles.block_type.nbytes + 4 * BLOCK_M)
-        hopper.load_tile(
-            grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
-        )
-        hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
-        first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
-        mbarrier.arrive(q_here.index(stage), count=1)
-        step += 1
-        is_last = step == end
-        step = gl.where(is_last, next_step, step)
-        end = gl.where(is_last, next_end, end)
-        runs += gl.where(is_last, 2, 0)
-        if turn + 1 == masked_steps:
-            runs = full_runs
-            step = gl.load(runs) * STEPS
-            end = gl.load(runs + 1) * STEPS
+    number = 0
+    past = 0
+    item = gl.program_id(0)
+    while item < items:
+        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        line = (b * heads + h) * padded_len
+        grid = b * schedule_stride_b + h * schedule_stride_h
+        schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
+        masked = masked_runs + schedule_row * (2 * masked_width)
+        full = full_runs + schedule_row * (2 * full_width)
+        masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
+        full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
+        mbarrier.wait(keys_free, number & 1 ^ 1)
+        hopper.note(work.index(0), item)
+        hopper.note(work.index(1), masked_steps)
+        hopper.note(work.index(2), full_steps)
+        if masked_steps + full_steps > 0:
+            mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+            hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k.index(0))
+            hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v.index(0))
+        else:
+            mbarrier.arrive(keys_here, count=1)
+        mbarrier.arrive(keys_here, count=1)
+        runs = gl.where(masked_steps > 0, masked, full)
+        step = gl.load(runs) * STEPS
+        end = gl.load(runs + 1) * STEPS
         next_step = gl.load(runs + 2) * STEPS
         next_end = gl.load(runs + 3) * STEPS
+        for turn in range(masked_steps + full_steps):
+            stage = past % STAGES
+            mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
+            past += 1
+            row = step * BLOCK_M
+            mbarrier.expect(q_here.index(stage), q_tiles.block_type.nbytes + 4 * BLOCK_M)
+            hopper.load_tile(q_tiles, [b, h, row, 0], q_here.index(stage), q.index(stage))
+            hopper.load_tile(lse_tiles, [line + row], q_here.index(stage), lse.index(stage))
+            mbarrier.expect(grads_here.index(stage), grad_out_tiles.block_type.nbytes + 4 * BLOCK_M)
+            hopper.load_tile(
+                grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
+            )
+            hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
+            first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
+            mbarrier.arrive(q_here.index(stage), count=1)
+            step += 1
+            is_last = step == end
+            step = gl.where(is_last, next_step, step)
+            end = gl.where(is_last, next_end, end)
+            runs += gl.where(is_last, 2, 0)
+            if turn + 1 == masked_steps:
+                runs = full
+                step = gl.load(runs) * STEPS
+                end = gl.load(runs + 1) * STEPS
+            next_step = gl.load(runs + 2) * STEPS
+            next_end = gl.load(runs + 3) * STEPS
+        number += 1
+        item = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+    # There is no more.
+    mbarrier.wait(keys_free, number & 1 ^ 1)
+    hopper.note(work.index(0), items)
+    mbarrier.arrive(keys_here, count=2)
 
 
 @gluon.jit
 def store_keys(
-    sums, tile, source, tiles, place, sum_ptr, spoilt_ptr, last,
+    sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
     """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
@@ -90,10 +129,15 @@ def store_keys(
         # 0, or NaN; one operation for each number.
         is_spoilt = gl.sum(sums * 0.0, 1)[:, None] != 0.0
         gl.store(spoilt_ptr + rows * 0, 1, mask=is_spoilt & (rows < last))
-        tile.store(sums.to(tile.dtype))
+        tile = room.slice(0, sums.shape[1])._reinterpret(
+            room.dtype, [1, 1, sums.shape[0], sums.shape[1]], tiles.layout
+        )
+        tile.reshape(sums.shape).store(sums.to(tile.dtype))
         fence_async_shared()
         hopper.barrier()
-        hopper.store_tile(tiles, place, source)
+        hopper.store_tile(tiles, place, tile)
+        hopper.wait_stores(0)
+        hopper.barrier()
 
 
 @gluon.jit
@@ -107,13 +151,16 @@ def quad_offsets(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
-    q_here, grads_here, is_free, keys_here, masked_steps, full_steps, b, h, h_kv, block,
-    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-    capacity, q_len, kv_len, q_offset, scale, scale_log2,
+    q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
+    q_here, grads_here, is_free, keys_here, keys_free,
+    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
+    items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+    q_len,
+    kv_len,
+    q_offset,
     softcap,
     window,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
     SHARED_HEADS: gl.constexpr, HALF: gl.constexpr,
 ):
     """A warpgroup: half of the keys, all steps."""
@@ -129,140 +176,166 @@ def attend(
     KEYS: gl.constexpr = hopper.accumulator(WIDTH)
     VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
     DQ: gl.constexpr = hopper.accumulator(DQ_WIDTH)
-    k_half = k.reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
-    v_half = v.reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-    # dQ of half of the dimensions is this warpgroup's, from all keys.
-    dq_keys = k.reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
-    dq_places = dq_sum_ptr + HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
-    dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
-    dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
-    first_key = block * BLOCK_N + HALF * HALF_N
-    kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
-    is_key = kv_idx < kv_len
-    kv_add = kv_idx + window
-    steps = masked_steps + full_steps
-    if steps > 0:
-        # Of a step before the first: nothing is read, and its dQ isn't added.
-        hopper.arrive_at(FREE + 2 * OTHER)
-        hopper.arrive_at(FULL + 2 * HALF + 1)
-        mbarrier.wait(keys_here, 0)
-        mbarrier.wait(q_here.index(0), 0)
-        queries = q.index(0).reshape([BLOCK_M, WIDTH])
-        s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        row_lse = lse.index(0).load(QUERIES)[None, :]
-
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.wait(grads_here.index(0), 0)
-        their_grads = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
-        row_delta = delta.index(0).load(QUERIES)
-        dp = warpgroup_mma(
-            v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
-        )
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        first_row = first_rows.index(0).load(QUERIES)[None, :]
-        s *= scale
-        bend = tanh(s / softcap)
-        changed = gl.where(s == float("-inf"), s, softcap * bend)
-        p = gl.exp2(changed * scale_log2 - row_lse)
-        if masked_steps > 0:
-            q_idx = first_row + q_offset + rows
-            p = gl.where(is_key & ((kv_idx <= q_idx) & (q_idx < kv_add)), p, 0.0)
-        p_tile = p.to(k.dtype)
-        slopes = p
-        slopes *= 1.0 - bend * bend
-
-        row = first_rows.index(0).load(gl.SliceLayout(0, DQ))[None, :]
-        # Not `row`: Triton takes for constant what a turn sets to the value that it has before the
-        #     loop.
-        last_row = gl.zeros_like(row)
-        for turn in range(steps):
-            stage, coming = turn % STAGES, (turn + 1) % STAGES
-            phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < steps
-            parity = turn & 1
-            q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
-            grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
-            # Scores of the next step; after the last one old tiles are read, and nobody looks.
-            mbarrier.wait(q_here.index(coming), phase, pred=is_more)
-            queries = q.index(coming).reshape([BLOCK_M, WIDTH])
+    k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+    v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+    # dQ of half of the dimensions is this warpgroup's, from all keys.
+    dq_keys = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
+    number = 0
+    past = 0
+    mbarrier.wait(keys_here, 0)
+    item = hopper.read(work.index(0))
+    while item < items:
+        masked_end = past + hopper.read(work.index(1))
+        end = masked_end + hopper.read(work.index(2))
+        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
+        dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
+        dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
+        dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
+        first_key = block * BLOCK_N + HALF * HALF_N
+        kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+        is_key = kv_idx < kv_len
+        kv_add = kv_idx + window
+        if end > past:
+            # Of a step before the first: nothing is read, and its dQ isn't added.
+            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
+            hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
+            first = past % STAGES
+            mbarrier.wait(q_here.index(first), past // STAGES & 1)
+            queries = q.index(first).reshape([BLOCK_M, WIDTH])
             s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            row_lse = lse.index(coming).load(QUERIES)[None, :]
+            row_lse = lse.index(first).load(QUERIES)[None, :]
 
-            ds_tile = (slopes * dp).to(k.dtype)
-            hopper.sync_at(FREE + 2 * HALF + parity)
-            ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
-            fence_async_shared()
-            hopper.arrive_at(FULL + 2 * HALF + parity)
-            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
-            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
-            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
-            mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
-            their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
-            row_delta = delta.index(coming).load(QUERIES)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.wait(grads_here.index(first), past // STAGES & 1)
+            their_grads = grad_out.index(first).reshape([BLOCK_M, V_WIDTH])
+            row_delta = delta.index(first).load(QUERIES)
             dp = warpgroup_mma(
                 v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
             )
-            dv = warpgroup_mma(
-                gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
-            )
-            dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
-            s, dq = warpgroup_mma_wait(3, deps=(s, dq))
-            hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-            if turn > 0:
-                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
-            last_row = row
-            first_row = first_rows.index(coming).load(QUERIES)[None, :]
-            row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            first_row = first_rows.index(first).load(QUERIES)[None, :]
             s *= scale
             bend = tanh(s / softcap)
             changed = gl.where(s == float("-inf"), s, softcap * bend)
             p = gl.exp2(changed * scale_log2 - row_lse)
-            if turn + 1 < masked_steps:
+            if past < masked_end:
                 q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & ((kv_idx <= q_idx) & (q_idx < kv_add)), p, 0.0)
             p_tile = p.to(k.dtype)
             slopes = p
             slopes *= 1.0 - bend * bend
 
-            # The branch above keeps this wait from moving above the exponentials.
-            dp, dv, dk = warpgroup_mma_wait(0, deps=(dp, dv, dk))
-            # Thread by thread; mbarrier.arrive would first wait for all of them.
-            hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
-        hopper.sync_at(FULL + 2 * OTHER + (steps & 1 ^ 1))
-        both_ds = ds_tiles.index(steps & 1 ^ 1).permute((1, 0))
-        dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
-        # The other warpgroup's last arrival, so that every barrier ends where it began.
-        hopper.sync_at(FREE + 2 * HALF + (steps & 1))
-        # Neither reads the keys any more, whose place dK takes. Both have passed this one.
-        hopper.sync_at(FREE + (steps & 1 ^ 1))
+            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
+            # Not `row`: Triton takes for constant what a turn sets to the value that it has before
+            #     the loop.
+            last_row = gl.zeros_like(row)
+            for turn in range(past, end):
+                stage, coming = turn % STAGES, (turn + 1) % STAGES
+                phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < end
+                parity = turn & 1
+                # Made in each turn: there are no registers that keep wgmma's descriptors of them.
+                here = hopper.zero_again()
+                k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+                v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+                dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
+                    HALF * DQ_WIDTH, DQ_WIDTH, dim=1
+                )
+                q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
+                grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+                # Scores of the next step; after the last one old tiles are read, and nobody looks.
+                mbarrier.wait(q_here.index(coming), phase, pred=is_more)
+                queries = q.index(coming).reshape([BLOCK_M, WIDTH])
+                s = warpgroup_mma(
+                    k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                row_lse = lse.index(coming).load(QUERIES)[None, :]
 
-    # Keys that no query sees get 0, those beyond the valid ones too.
-    last = capacity - first_key
-    place = [b, h_kv, first_key, 0]
-    k_tile = k.slice(HALF * HALF_N, HALF_N, dim=2)
-    v_tile = v.slice(HALF * HALF_N, HALF_N, dim=2)
-    store_keys(
-        dv, v_half, v_tile, dv_tiles, place, dv_sum_ptr + HALF * HALF_N * V_WIDTH, spoilt_kv_ptr,
-        last, VALUES, SHARED_HEADS,
-    )
-    store_keys(
-        dk * scale, k_half, k_tile, dk_tiles, place, dk_sum_ptr
-        + HALF * HALF_N * WIDTH, spoilt_kv_ptr,
-        last, KEYS, SHARED_HEADS,
-    )
-    hopper.wait_stores(0)
+                ds_tile = (slopes * dp).to(k.dtype)
+                hopper.sync_at(FREE + 2 * HALF + parity)
+                ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
+                fence_async_shared()
+                hopper.arrive_at(FULL + 2 * HALF + parity)
+                hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+                both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
+                dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+                mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
+                their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
+                row_delta = delta.index(coming).load(QUERIES)
+                dp = warpgroup_mma(
+                    v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
+                )
+                dv = warpgroup_mma(
+                    gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
+                )
+                dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+                s, dq = warpgroup_mma_wait(3, deps=(s, dq))
+                hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
+                if turn > past:
+                    hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+                last_row = row
+                first_row = first_rows.index(coming).load(QUERIES)[None, :]
+                row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
+                s *= scale
+                bend = tanh(s / softcap)
+                changed = gl.where(s == float("-inf"), s, softcap * bend)
+                p = gl.exp2(changed * scale_log2 - row_lse)
+                if turn + 1 < masked_end:
+                    q_idx = first_row + q_offset + rows
+                    p = gl.where(is_key & ((kv_idx <= q_idx) & (q_idx < kv_add)), p, 0.0)
+                p_tile = p.to(k.dtype)
+                slopes = p
+                slopes *= 1.0 - bend * bend
+
+                # The branch above keeps this wait from moving above the exponentials.
+                dp, dv, dk = warpgroup_mma_wait(0, deps=(dp, dv, dk))
+                # Thread by thread; mbarrier.arrive would first wait for all of them.
+                hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
+            hopper.sync_at(FULL + 2 * OTHER + (end & 1 ^ 1))
+            both_ds = ds_tiles.index(end & 1 ^ 1).permute((1, 0))
+            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+            # The other warpgroup's last arrival, so that every barrier ends where it began.
+            hopper.sync_at(FREE + 2 * HALF + (end & 1))
+            # Neither reads ds any more, whose place dK and dV take. Both have passed this one.
+            hopper.sync_at(FREE + (end & 1 ^ 1))
+        mbarrier.arrive(keys_free, count=1)
+
+        key_line = b * (heads // group) + h_kv
+        key_row = (key_line.to(gl.int64) * blocks + block) * BLOCK_N + HALF * HALF_N
+        spoilt_kv_ptr = (
+            all_spoilt_ptr
+            + key_line * gl.cdiv(capacity, TILE_N)
+            + block * BLOCK_N // TILE_N
+        )
+        # Keys that no query sees get 0, those beyond the valid ones too.
+        last = capacity - first_key
+        place = [b, h_kv, first_key, 0]
+        room = ds_tiles.index(HALF)
+        store_keys(
+            dv, room, dv_tiles, place, dv_sum_ptr + key_row * V_WIDTH, spoilt_kv_ptr, last,
+            VALUES, SHARED_HEADS,
+        )
+        store_keys(
+            dk * scale, room, dk_tiles, place, dk_sum_ptr + key_row * WIDTH, spoilt_kv_ptr, last,
+            KEYS, SHARED_HEADS,
+        )
+        past = end
+        number += 1
+        mbarrier.wait(keys_here, number & 1)
+        item = hopper.read(work.index(0))
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset", "scale", "scale_log2",
-        "softcap", "window"
+        "items", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset", "scale",
+        "scale_log2", "softcap", "window"
     ],
     do_not_specialize_on_alignment=[],
 )
@@ -271,6 +344,7 @@ def attention_backward(
     dk_sum_ptr,
     dv_sum_ptr,
     spoilt_kv_ptr,
+    next_item_ptr,
     counts,
     masked_runs,
     full_runs,
@@ -287,6 +361,7 @@ def attention_backward(
     masked_width: gl.int32,
     full_width: gl.int32,
     heads: gl.int32,
+    items: gl.int32,
     group: gl.int32,
     capacity: gl.int32,
     padded_len: gl.int32,
@@ -304,30 +379,10 @@ def attention_backward(
     STAGES: gl.constexpr,
     SHARED_HEADS: gl.constexpr,
 ):
-    # First key blocks first: under causal masks they are the longest.
     blocks = gl.cdiv(capacity, BLOCK_N)
-    block = gl.program_id(0) % blocks
-    h = (gl.program_id(0) // blocks) % heads
-    b = gl.program_id(0) // blocks // heads
-    h_kv = h // group
-    line = (b * heads + h) * padded_len
     STEPS: gl.constexpr = TILE_M // BLOCK_M
-    grid = b * schedule_stride_b + h * schedule_stride_h
-    schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
-    masked_runs += schedule_row * (2 * masked_width)
-    full_runs += schedule_row * (2 * full_width)
-    masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
-    full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
-    # Sums of heads that share keys are of whole blocks.
-    key_line = ((b * (heads // group) + h_kv).to(gl.int64) * blocks + block) * BLOCK_N
-    dq_sum_ptr += line.to(gl.int64) * 64
-    dk_sum_ptr += key_line * 64
-    dv_sum_ptr += key_line * 64
-    spoilt_kv_ptr += (b * (heads // group) + h_kv) * gl.cdiv(capacity, TILE_N)
-    spoilt_kv_ptr += block * BLOCK_N // TILE_N
-
-    k = gl.allocate_shared_memory(k_tiles.dtype, k_tiles.block_type.shape, k_tiles.layout)
-    v = gl.allocate_shared_memory(v_tiles.dtype, v_tiles.block_type.shape, v_tiles.layout)
+    k = gl.allocate_shared_memory(k_tiles.dtype, [1, 1, 1, BLOCK_N, 64], k_tiles.layout)
+    v = gl.allocate_shared_memory(v_tiles.dtype, [1, 1, 1, BLOCK_N, 64], v_tiles.layout)
     q = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 64], q_tiles.layout)
     grad_out = gl.allocate_shared_memory(
         q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 64], grad_out_tiles.layout
@@ -338,11 +393,15 @@ def attention_backward(
     ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    work = gl.allocate_shared_memory(gl.int32, [3, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grads_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(keys_here, count=1)
+    # The copies, and what is to do; both warpgroups.
+    mbarrier.init(keys_here, count=2)
+    mbarrier.init(keys_free, count=2)
     for stage in gl.static_range(STAGES):
         # The copies, and what else is read of the queries.
         mbarrier.init(q_here.index(stage), count=2)
@@ -352,30 +411,37 @@ def attention_backward(
     gl.warp_specialize(
         [
             (attend, (
-                q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
-                q_here, grads_here, is_free, keys_here,
-                masked_steps, full_steps, b, h, h_kv, block,
+                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
+                q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                capacity, q_len, kv_len, q_offset, scale, scale_log2,
+                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                q_len,
+                kv_len,
+                q_offset,
                 softcap,
                 window,
-                BLOCK_M, BLOCK_N, STAGES, SHARED_HEADS, 0,
+                BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 0,
             )),
             (attend, (
-                q, k, v, grad_out, lse, delta, first_rows, ds_tiles,
-                q_here, grads_here, is_free, keys_here,
-                masked_steps, full_steps, b, h, h_kv, block,
+                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
+                q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                capacity, q_len, kv_len, q_offset, scale, scale_log2,
+                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                q_len,
+                kv_len,
+                q_offset,
                 softcap,
                 window,
-                BLOCK_M, BLOCK_N, STAGES, SHARED_HEADS, 1,
+                BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 1,
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-                q, k, v, grad_out, lse, delta, first_rows, q_here, grads_here, is_free, keys_here,
-                masked_runs, full_runs, masked_steps, full_steps, b, h, h_kv, block, line,
-                BLOCK_M, BLOCK_N, STAGES, STEPS,
+                q, k, v, grad_out, lse, delta, first_rows, work,
+                q_here, grads_here, is_free, keys_here, keys_free,
+                counts, masked_runs, full_runs, masked_width, full_width,
+                schedule_stride_b, schedule_stride_h,
+                next_item_ptr, items, blocks, heads, group, capacity, padded_len,
+                BLOCK_M, BLOCK_N, TILE_N, STAGES, STEPS,
             )),
         ],
         [4, 1],
