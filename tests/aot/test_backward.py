@@ -106,7 +106,7 @@ def biased(score, b, h, q_idx, kv_idx, bias: fg.Tensor):
 
 
 @pytest.mark.parametrize("how", ["add", "exact"])
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_gradients_of_data_by_rows_and_columns(target: str, how: str) -> None:
     data = {"slope": torch.zeros(1), "gate": torch.zeros(16), "column": torch.zeros(16)}
     wanted = Wanted(data=tuple(data), exact=how == "exact")
@@ -131,7 +131,7 @@ def test_gradients_of_data_by_pairs(target: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["q", "kv"])
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_documents_with_learned_slopes(target: str, kind: str) -> None:
     @fg.attention(mask=masks.causal_document, softcap=30.0)
     def alibi(score, h, q_idx, kv_idx, slope: fg.Tensor):

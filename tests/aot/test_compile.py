@@ -200,7 +200,9 @@ def test_hopper_forward_kernels(name, dtype):
     check_hopper(name, dtype)
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "softcap_sinks"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("sliding_window", marks=pytest.mark.slow), "softcap_sinks"]
+)
 def test_three_warpgroups_of_narrow_heads(name):
     """Their registers are few: scores, weights, outputs, and little else."""
     golden = GOLDEN[name]

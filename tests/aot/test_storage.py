@@ -37,7 +37,14 @@ def made_of(keys: str, *, planning: bool = False) -> tuple[Any, emit.Variant]:
 
 @pytest.mark.parametrize(
     ("page_size", "target"),
-    [(0, "sm_90"), (1, "sm_90"), (16, "sm_90"), (256, "sm_90"), (0, "sm_80"), (0, "gfx942")],
+    [
+        (0, "sm_90"),
+        (1, "sm_90"),
+        (16, "sm_90"),
+        pytest.param(256, "sm_90", marks=pytest.mark.slow),
+        (0, "sm_80"),
+        (0, "gfx942"),
+    ],
 )
 def test_forward(page_size: int, target: str) -> None:
     """Packed (0), and pages of several sizes."""

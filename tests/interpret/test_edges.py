@@ -73,7 +73,7 @@ def test_double_precision_is_double() -> None:
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+@pytest.mark.parametrize("garbage", [NAN, INF, pytest.param(-INF, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_garbage_around_a_tensor(which: str, garbage: float) -> None:
     """Keys are a slice of a longer, poisoned buffer; lengths end inside a tile; some are hidden."""

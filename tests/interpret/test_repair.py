@@ -21,7 +21,7 @@ from flashgen.tiling.decode import LATENT_TILE, Splits
 MARK = 7.0
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
     B, H, S = 2, 4, 200
     shapes = ((B, H, S, 16), (B, kv_heads, S, 16), (B, kv_heads, S, 16))
@@ -86,7 +86,7 @@ def test_spoilt_latent_rows_alone_are_computed() -> None:
     assert right[0, :, 0, 2].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize("rows", [pytest.param(128, marks=pytest.mark.slow), 192])
 def test_marked_rows_alone_are_computed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """More blocks of rows than one program looks at."""
     B, H, S = 2, 5, 460
