@@ -23,7 +23,6 @@ from .order import Ordered, ordered
 from .schedule import Schedule
 from .show import explain_text
 from .spec import Spec
-from .tiling import choose_for
 
 LINES_SHOWN = 24
 
@@ -112,8 +111,7 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
         backward = f"portable; {problem}" if problem else "hopper"
         rows, keys = schedule.block_size
         return f"{launch_hopper.shape_for(*dims, keys, rows)}\nbackward: {backward}"
-    target = launch.current_target(call.q.device)
-    return str(choose_for(target, call.q.dtype, *dims, schedule.block_size))
+    return str(launch.default_tiling(call.q, dims[1], schedule))
 
 
 def explain(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:

@@ -90,12 +90,11 @@ def tiles(
 ) -> tuple[int, int]:
     """The tile of schedules, found with `full` alone. `prepare(tile)` makes the schedule, and gives
     what runs the call with it."""
-    key = _key(f"tiles of {what}", device)
-    known = winners().get(key)
-    if known is None and config.tune == "full" and _may_measure(device):
+    if tile_known(what, device) is None and config.tune == "full" and _may_measure(device):
         candidates = [default, *(tile for tile in others if tile != default)]
-        known = _fastest(key, ((tile, prepare(tile)) for tile in candidates), len(candidates))
-    return default if known is None else (known[0], known[1])
+        runs = ((tile, prepare(tile)) for tile in candidates)
+        _fastest(_key(f"tiles of {what}", device), runs, len(candidates))
+    return tile_known(what, device) or default
 
 
 def tile_known(what: str, device: torch.device) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from ..emit import hopper_forward as emit_hopper
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
-from ..tiling import Target, Tiling, choose_for
+from ..tiling import Target, Tiling
 
 ROWS = (128, 192)
 KEYS = (128, 64)
@@ -178,8 +178,7 @@ def forward(
     texts = generate(bound.spec, variant, shape.groups)
     programs = min(values["items"], processors)
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
-    target = launch.current_target(q.device)
-    tiling = choose_for(target, q.dtype, q.shape[-1], v.shape[-1], schedule.block_size)
+    tiling = launch.default_tiling(q, v.shape[-1], schedule)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
     values["items"] = heads * math.ceil(geometry.q_len / tiling.block_m)
     programs = math.ceil(values["items"] / _CHUNK)
