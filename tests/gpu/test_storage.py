@@ -109,6 +109,31 @@ def test_packed_gradients(name: str, dtype: torch.dtype) -> None:
         assert ours <= 2 * bound + 2e-6
 
 
+def test_packed_sinks_have_gradients() -> None:
+    """One for each head, of the sequences' rows alone: also of rows without a key."""
+    sequences = Sequences.random(Q_LENS, KV_LENS, 4, 2, 64, 64, torch.bfloat16, "cuda")
+    tensors, arguments = sequences.packed()
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    attend = fg.Attention(masks.causal, sinks=True)
+    out, lse = attend(*tensors, **arguments, sinks=sinks, return_lse=True)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    (found,) = torch.autograd.grad((out, lse), sinks, grads)
+    right = torch.zeros(4, dtype=torch.float64, device="cuda")
+    exact = sinks.detach().double().requires_grad_()
+    parts = torch.split(grads[0].transpose(0, 1), Q_LENS, 1), torch.split(grads[1], Q_LENS, 1)
+    for b, (n, m) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+        q, k, v = (x[b].double() for x in (sequences.q, sequences.k, sequences.v))
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        keep = stored.causal(b, torch.arange(m - n, m)[:, None], torch.arange(m)).cuda()
+        scores = torch.where(keep, q @ k.mT * 64**-0.5, -torch.inf)
+        whole = torch.cat([scores, exact[:, None, None].expand(4, n, 1)], -1)
+        wanted = (whole.softmax(-1)[..., :m] @ v, whole.logsumexp(-1))
+        given = parts[0][b].double(), parts[1][b].double()
+        right += torch.autograd.grad(wanted, exact, given)[0]
+    # What is added up was rounded to bf16, by 2^-9 of its own size and either way.
+    assert (found.double() - right).norm() <= 2**-7 * right.norm()
+
+
 def _lens() -> tuple[list[int], list[int], list[int]]:
     return Q_LENS, KV_LENS, KV_LENS
 
