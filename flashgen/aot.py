@@ -249,7 +249,13 @@ def _placeholders(
         "next_item_ptr": torch.int32,
         "sinks_ptr": torch.float32,
     }
-    places = ("sequences_ptr", "cu_seqlens_q_ptr", "cu_seqlens_kv_ptr", "page_table_ptr")
+    places = (
+        "sequences_ptr",
+        "cu_seqlens_q_ptr",
+        "cu_seqlens_kv_ptr",
+        "page_table_ptr",
+        "queue_ptr",
+    )
     dtypes |= dict.fromkeys(places, torch.int32)
     for tensor in with_tables(spec).tensors:
         kind = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype

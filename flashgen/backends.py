@@ -66,6 +66,9 @@ def choose(
             no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:
             no_hopper = "Hopper's kernels have no dropout"
+        is_packed = geometry is not None and geometry.packing is not None
+        if backend == "auto" and is_packed and not no_hopper:
+            no_hopper = "Hopper's kernels for packed sequences are taken by name alone as yet"
     if backend == "auto":
         backend, why = "hopper", "generated Gluon kernels for sm_90"
         if no_hopper:

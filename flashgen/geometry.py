@@ -43,9 +43,7 @@ class Geometry:
         """What the device knows of lengths and places."""
         found = [self.q_offset if isinstance(self.q_offset, torch.Tensor) else None, self.kv_lens]
         if (packing := self.packing) is not None:
-            # Packed sequences often lie alike on both sides.
-            is_same = packing.cu_kv is packing.cu_q
-            found += [packing.cu_q, None if is_same else packing.cu_kv, packing.q_lens]
+            found += [*packing.starts, packing.q_lens]
         if self.pages is not None:
             found.append(self.pages.table)
         return tuple(found)

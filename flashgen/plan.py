@@ -16,6 +16,7 @@ from .launch import data_values, key_parts, launch, position_values, variant_of
 from .order import FAR, Ranges, lead, ranges_like
 from .schedule import Planner, Runs, Visits
 from .schedule.classify import grid_of
+from .schedule.queue import COLUMNS
 from .schedule.runs import MOST_RUNS, run_capacity
 from .spec import Bound, Spec
 from .storage import Packing
@@ -24,6 +25,8 @@ from .tiling import Tiling
 _TILING = Tiling(0, 0, 4, 1)
 # Tiles that a program looks at together; the same for every length.
 CHUNK = 128
+# Rows of packed sequences that a program compares with as many others.
+_COMPARED = 64
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,6 +235,41 @@ def _compact(
         is_packed = packing is not None
         kernel, arguments = _compaction(is_packed, key_parts()), compaction(is_packed).arguments
         launch(kernel, arguments, values, constants, _TILING, programs)
+
+
+@functools.cache
+def queueing() -> emit.Generated:
+    """The text of the kernel that puts packed sequences' rows of tiles in order."""
+    template = emit.environment().get_template("queue.py.j2")
+    arguments = (
+        "counts", "sequences_ptr", "cu_ptr", "other_cu_ptr", "queue_ptr", "rows", "TILE",
+        "OTHER_TILE",
+    )  # fmt: skip
+    text = template.render(header="# flashgen: packed rows in order")
+    return emit.Generated("queue", emit.tidy(text), arguments)
+
+
+@functools.lru_cache(maxsize=8)
+def _queueing(parts: tuple[str, ...]) -> Any:
+    generated = queueing()
+    return cache.module(generated.name, generated.text, parts).queue
+
+
+def queue(
+    counts: torch.Tensor, packing: Packing, block: tuple[int, int], by_key: bool = False
+) -> torch.Tensor:
+    """`schedule.queue` by a kernel; what follows the rows that hold a tile is anything."""
+    rows, sides = counts.shape[2], (packing.cu_q, packing.cu_kv)
+    found = torch.empty(rows + 1, COLUMNS, dtype=torch.int32, device=counts.device)
+    values = {
+        "counts": counts, "sequences_ptr": packing.sequences(block[by_key], by_key),
+        "cu_ptr": sides[by_key], "other_cu_ptr": sides[not by_key], "queue_ptr": found,
+        "rows": rows, "TILE": block[by_key], "OTHER_TILE": block[not by_key],
+    }  # fmt: skip
+    programs = -(-rows // _COMPARED)
+    kernel, names = _queueing(key_parts()), queueing().arguments
+    launch(kernel, names, values, {"BLOCK": _COMPARED}, _TILING, programs)
+    return found
 
 
 @functools.lru_cache(maxsize=8)

@@ -29,6 +29,11 @@ class Packing:
     def batch(self) -> int:
         return self.cu_q.shape[0] - 1
 
+    @property
+    def starts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`cu_q`, and `cu_kv` unless it is the same tensor: sequences often lie alike."""
+        return self.cu_q, None if self.cu_kv is self.cu_q else self.cu_kv
+
     def copy(self) -> Packing:
         """With tensors of its own."""
         cu_q = self.cu_q.clone()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import CASES
 from hopper_machine import Machine, Tiles
+from stored import Sequences
 
 import flashgen as fg
 from flashgen import hopper, launch, masks
@@ -36,6 +37,8 @@ def walk(
     planned = {name: x for name, x in data.items() if name not in ("scale", "sinks")}
     schedule = attend.schedule(q, k, v, block_size=tile, **planned)
     bound, geometry = spell(call.bound), call.geometry
+    # Packed tensors are views from here on.
+    q, k, v = call.q, call.k, call.v
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     machine = Machine(launch_hopper.generate(bound.spec, variant, tile[0] // 64)[0].text)
     spoilt: list[torch.Tensor] = []
@@ -166,3 +169,64 @@ def test_what_is_not_finite_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     out, _, marks = walk(monkeypatch, fg.Attention(mask=masks.causal_document), [q, k, v], doc=doc)
     assert torch.equal(marks.bool(), ~out.isfinite().all(-1))
     assert marks[0, 0, 20:150].all()
+
+
+Q_LENS, KV_LENS = [0, 1, 300, 64, 129, 7, 40], [5, 1, 300, 200, 513, 0, 128]
+
+
+@fg.attention(mask=masks.causal_document, softcap=9.0, sinks=True)
+def odd(score, b, h, q_idx, kv_idx, slope: fg.Tensor):
+    return score + slope[b, h] * (kv_idx - q_idx)
+
+
+PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (fg.Attention(masks.causal), {}),
+    "window": (fg.Attention(masks.sliding_window(window=70)), {"q_offset": 40}),
+    "full": (fg.Attention(), {}),
+    "data": (
+        odd,
+        {
+            "doc": torch.arange(600).expand(7, -1) // torch.arange(20, 90, 10)[:, None],
+            "slope": torch.rand(7, 4),
+            "sinks": torch.randn(4),
+            "q_offset": torch.arange(7) * 9,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("causal", (192, 128)),
+        pytest.param("window", (128, 64), marks=pytest.mark.slow),
+        pytest.param("full", (128, 128), marks=pytest.mark.slow),
+        ("data", (128, 64)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("processors", [pytest.param(3, marks=pytest.mark.slow), 100])
+def test_packed(
+    monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, int], processors: int
+) -> None:
+    """Sequences of all lengths; values of others, that are NaN, reach none of them."""
+    attend, data = PACKED[name]
+    how: dict[str, Any] = {"tile": tile, "processors": processors}
+    sequences = Sequences.random(Q_LENS, KV_LENS, 4, 2, 64, 64, torch.float16)
+    tensors, places = sequences.packed()
+    data = {**data, **places}
+    right, exact = attend(*tensors, backend="cpu", return_lse=True, **data)
+    out, lse, marks = walk(monkeypatch, attend, tensors, **how, **data)
+    assert not marks.any()
+    torch.testing.assert_close(out[0].transpose(0, 1), right, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[0], exact.float(), rtol=1e-5, atol=1e-5)
+    _, k, v = sequences.packed()[0]
+    lost = slice(*places["cu_seqlens_kv"][3:5].tolist())
+    k[lost], v[lost] = torch.nan, torch.nan
+    out, _, marks = walk(monkeypatch, attend, [tensors[0], k, v], **how, **data)
+    rows = torch.arange(len(right))
+    first, end = places["cu_seqlens_q"][3:5].tolist()
+    others = (rows < first) | (rows >= end)
+    assert not marks[0][:, others].any()
+    assert marks[0][:, ~others].all()
+    torch.testing.assert_close(out[0].transpose(0, 1)[others], right[others], rtol=2e-3, atol=2e-3)

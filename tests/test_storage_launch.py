@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from stored import Sequences
-from test_hopper_launch import launched
+from test_hopper_launch import launched, run
 
 import flashgen as fg
-from flashgen import masks, ops
+from flashgen import launch, masks, ops
 from flashgen.call import Call
+from flashgen.launch.hopper_forward import obstacle
 from flashgen.plan import compact, plan
+from flashgen.plan import queue as queue_by_kernel
+from flashgen.tiling import target_of
 
 __all__ = ["launched"]
 
@@ -72,6 +76,23 @@ def test_planning_forward_and_backward(
         lens = (call.geometry.kv_len, call.geometry.kv_lens, (64, 64))
         compact(made.states, *lens, 5, by_key=True, packing=packing)
         assert launched == ["compact"]
+        launched.clear()
+        tiles = made.block_size
+        for by_key, runs in ((False, made.kv_runs), (True, made.q_runs)):
+            queue_by_kernel(runs.counts, packing, tiles, by_key)
+        assert launched == ["queue", "queue"]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("q_offset", [None, torch.tensor([0, 1, 2])], ids=["last", "each"])
+def test_forward_on_hopper(launched: list[str], name: str, q_offset: Any) -> None:
+    call, tensors = call_of(name, "packed", q_offset)
+    given = {**_arguments(call, "packed"), **CASES[name][1], "q_offset": q_offset}
+    made = CASES[name][0].schedule(*tensors, block_size=(192, 128), **given)
+    out, lse = run(call, made)
+    assert out.stride()[1:] == call.q.stride()[1:]
+    assert lse.shape == call.q.shape[:3]
+    assert launched == ["attention_forward", "repair_rows"]
 
 
 def _arguments(call: Call, keys: str) -> dict[str, Any]:
@@ -84,9 +105,15 @@ def _arguments(call: Call, keys: str) -> dict[str, Any]:
     return {**found, "page_table": pages.table, "kv_lens": call.geometry.kv_lens}
 
 
-def test_hopper_leaves_them_to_portable(launched: list[str]) -> None:
-    from flashgen.launch.hopper_forward import obstacle
-
-    call, _ = call_of("causal", "packed")
-    problem = obstacle(torch.device("cuda"), torch.bfloat16, geometry=call.geometry)
-    assert "dense tensors, not packed or paged" in problem
+@pytest.mark.parametrize(
+    ("keys", "longest", "why"),
+    [("paged", None, "not paged ones"), ("packed", 16, "at most 16 queries"), ("packed", 17, "")],
+)
+def test_what_hopper_leaves_to_portable(
+    monkeypatch: pytest.MonkeyPatch, keys: str, longest: int | None, why: str
+) -> None:
+    monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
+    call, _ = call_of("causal", keys)
+    geometry = replace(call.geometry, q_len=longest or call.geometry.q_len)
+    found = obstacle(torch.device("cuda"), torch.bfloat16, geometry=geometry)
+    assert (why in found) if why else not found

@@ -112,7 +112,7 @@ def remember(
 
     def read(schedule: Schedule) -> tuple[Any, str]:
         if not route.decodes:
-            return schedule.read_by()
+            return schedule.read_by(hopper=route.backend == "hopper")
         return schedule.read_by_decoding(group) if has_mask else ((), "")
 
     known.ready[asked, graded, given is None] = Ready(kept, fit, read, bare)

@@ -275,6 +275,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
     )
     score = lower_for([spec.score] if spec.score else [], spec, variant, mask.assigned)
     more = ["spoilt_ptr", "items: tl.int32"] if repairs else []
+    more += ["batch: tl.int32"] if repairs and variant.packed else []
     arguments = [*more, *attention_arguments(spec, variant)]
     helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
@@ -293,6 +294,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             aligned_strides=STRIDES,
             head_dim=variant.head_dim,
             v_head_dim=variant.v_head_dim,
+            v_room=1 << (variant.v_head_dim - 1).bit_length(),
             q_parts=parts_of(variant.head_dim),
             v_parts=parts_of(variant.v_head_dim),
             kv_lens=variant.kv_lens,
@@ -339,8 +341,8 @@ _DERIVED = (
 )  # fmt: skip
 _CONSTANTS = ("BLOCK_M", "BLOCK_N", "TILE_N", "OFFSET", "FLOAT", "PRECISION")
 _UNUSED = (
-    "counts", "spoilt_ptr", "items", "sinks_ptr", "masked_width", "full_width", "heads", "group",
-    "kv_lens_ptr", "q_tiles", "total_q", "sequences_ptr", "cu_seqlens_q_ptr",
+    "counts", "spoilt_ptr", "items", "batch", "sinks_ptr", "masked_width", "full_width", "heads",
+    "group", "kv_lens_ptr", "q_tiles", "total_q", "sequences_ptr", "cu_seqlens_q_ptr",
     "cu_seqlens_kv_ptr", "page_table_stride",
 )  # fmt: skip
 

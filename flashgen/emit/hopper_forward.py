@@ -209,8 +209,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             v_bytes=_bytes("v", v_parts),
             kv_lens=variant.kv_lens,
             offset=variant.offset,
-            packed=False,
-            key_storage="dense",
+            packed=variant.packed,
+            key_storage=variant.keys,
             row_lines=(*mask.row_lines, *score.lines[0]),
             mask=mask,
             score_key_lines=score.lines[1],
@@ -231,7 +231,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             used_in=used_in,
         )
     )
-    name = f"{kernel_name(spec, variant)}_hopper_fwd"
+    name = f"{kernel_name(spec, variant)}{variant.suffix}_hopper_fwd"
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
@@ -254,10 +254,16 @@ def _bytes(name: str, parts: tuple[Part, ...]) -> str:
 
 
 def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str]:
-    """The kernel's arguments: descriptors in the place of pointers and strides."""
-    known = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES)
+    """The kernel's arguments: descriptors in the place of pointers and strides; packed: the queue
+    in the place of what says where sequences are."""
+    known = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES}
+    work = "items: tl.int32"
+    if variant.packed:
+        work = "queue_ptr"
+        known |= {"schedule_stride_b", "q_tiles", "sequences_ptr", "kv_lens_ptr"}
+        known |= {"cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"}
     rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
     return [
-        "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", "items: tl.int32",
+        "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", work,
         "last_heads: tl.int32", *rest
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Target, Tiling
+from ..tiling.decode import MOST_QUERIES
 
 ROWS = (128, 192)
 KEYS = (128, 64)
@@ -80,8 +81,13 @@ def obstacle(
         return f"Hopper's kernels run on its GPU, and the tensors are on {device}"
     if problem := unsupported(launch.current_target(device), dtype):
         return problem
-    if geometry is not None and not geometry.is_dense:
-        return "Hopper's kernels take dense tensors, not packed or paged ones"
+    if geometry is not None and geometry.pages is not None:
+        return "Hopper's kernels take dense and packed tensors, not paged ones"
+    if geometry is not None and geometry.packing is not None:
+        if not geometry.batch:
+            return "there is no sequence"
+        if geometry.q_len <= MOST_QUERIES:
+            return f"sequences of at most {MOST_QUERIES} queries leave most of a tile empty"
     if not tensors:
         return ""
     from .. import hopper
@@ -155,13 +161,16 @@ def forward(
 
     It has no dropout."""
     q, k, v, scale = launch.positive_scale(q, k, v, scale)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out, lse = _results(q, v.shape[-1], geometry)
     spoilt = torch.empty(q.shape[:3], dtype=torch.int8, device=q.device)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1], schedule.block_size[0])
-    heads = geometry.batch * geometry.heads
-    blocks, processors = math.ceil(geometry.q_len / shape.block_m), launch.multiprocessors(q.device)
+    heads, blocks = geometry.batch * geometry.heads, math.ceil(geometry.q_len / shape.block_m)
+    is_packed = geometry.packing is not None
+    if is_packed:
+        # At most; only the device knows how many of them hold a tile.
+        heads, blocks = geometry.heads, schedule.states.shape[2]
+    processors = launch.multiprocessors(q.device)
     values = {
         **launch.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
@@ -173,6 +182,8 @@ def forward(
         "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
         "items": heads * blocks,
         "last_heads": _last_heads(heads, geometry.group, blocks, processors),
+        "batch": geometry.batch,
+        "queue_ptr": schedule.queue() if is_packed else None,
     }  # fmt: skip
     kernel, repair = _kernels(bound.spec, variant, shape.groups, launch.key_parts())
     texts = generate(bound.spec, variant, shape.groups)
@@ -180,11 +191,22 @@ def forward(
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
     tiling = launch.default_tiling(q, v.shape[-1], schedule)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
-    values["items"] = heads * math.ceil(geometry.q_len / tiling.block_m)
+    values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
     programs = math.ceil(values["items"] / _CHUNK)
     constants["CHUNK"] = _CHUNK
     launch.launch(repair, texts[1].arguments, values, constants, tiling, programs)
     return out, lse
+
+
+def _results(
+    q: torch.Tensor, v_head_dim: int, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the output, laid out like packed queries if these are, and the LSE."""
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    batch, heads, rows = q.shape[:3]
+    if geometry.packing is None:
+        return q.new_empty((batch, heads, rows, v_head_dim)), lse
+    return q.new_empty((batch, rows, heads, v_head_dim)).transpose(1, 2), lse
 
 
 def _last_heads(heads: int, group: int, blocks: int, processors: int) -> int:

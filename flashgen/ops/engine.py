@@ -126,7 +126,7 @@ class Kernels:
             given = {"bound": with_tensors(self._bound, data), "schedule": self._schedule}
             return self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
 
-        read, layout = self._schedule.read_by()
+        read, layout = self._schedule.read_by(hopper=self._hopper)
         key = ("forward", self._hopper, launch.precision_of(q.dtype), layout)
         tensors = (q, k, v, sinks, *data, *self.geometry.tensors, *read)
         out, lse = self._tapes.run(key, tensors, run)
@@ -159,7 +159,7 @@ class Kernels:
             of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
             return grads.q, grads.k, grads.v, grads.sinks, *of_data
 
-        read, layout = self._schedule.read_by(by_key=True)
+        read, layout = self._schedule.read_by(by_key=True, hopper=self._hopper)
         # What was saved may have been put elsewhere in between.
         others = (*saved, sinks, *data)
         tensors = (*self.geometry.tensors, *read)

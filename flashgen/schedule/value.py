@@ -14,6 +14,7 @@ from ..order import Ranges, find_ranges
 from ..records.tape import Tapes, layouts_of
 from ..storage import Packing
 from .classify import FULL, PARTIAL
+from .queue import queue
 from .runs import Runs, Visits, column_capacity, compact, visits
 
 
@@ -132,16 +133,21 @@ class Schedule:
         """What planning made: the states, and on a GPU the runs along the rows."""
         return (self.states,) if self._kv_runs is None else (self.states, *self._kv_runs.tensors)
 
-    def read_by(self, *, by_key: bool = False) -> tuple[Any, str]:
-        """What kernels read of it, and how that is laid out; `by_key`: also along the columns."""
-        made: tuple[Any, str] = self._kept(f"read {by_key}", lambda: self._read_by(by_key))
+    def read_by(self, *, by_key: bool = False, hopper: bool = False) -> tuple[Any, str]:
+        """What kernels read of it, and how that is laid out; `by_key`: also along the columns;
+        `hopper`: Hopper's own."""
+        queued = hopper and self.packing is not None and self.packing.cu_kv is not None
+        name = f"read {by_key} {queued}"
+        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, queued))
         return made
 
-    def _read_by(self, by_key: bool) -> tuple[Any, str]:
+    def _read_by(self, by_key: bool, queued: bool) -> tuple[Any, str]:
         found = [self.states, self.q_sequences, *self.kv_runs.tensors]
         found += [x for made in self.ranges for x in (made.range, made.order)]
         if by_key:
             found += [self.kv_sequences, *self.q_runs.tensors]
+        if queued:
+            found += [self.queue(by_key=key) for key in (False, True)[: 1 + by_key]]
         return tuple(found), f"{self.block_size} {layouts_of(*found)}"
 
     def read_by_decoding(self, group: int) -> tuple[Any, str]:
@@ -203,7 +209,7 @@ class Schedule:
             given = (self.states, self.kv_len, self.kv_lens, self.block_size, capacity)
             tensors = [self.states, self.kv_lens, self.kv_sequences]
             if self.packing is not None:
-                tensors += [self.packing.cu_q, self.packing.cu_kv]
+                tensors += self.packing.starts
 
             def run() -> tuple[torch.Tensor, ...]:
                 made = compact_on_device(*given, by_key=True, packing=self.packing)
@@ -227,6 +233,28 @@ class Schedule:
         columns = (columns * is_alive[:, None, None]).transpose(0, 1)[None]
         ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
         return compact(columns, ragged, by_key=True)
+
+    def queue(self, by_key: bool = False) -> torch.Tensor:
+        """Packed: rows of tiles in the order in which programs of Hopper's kernels take them, as
+        `schedule.queue` has them; `by_key`: of key tiles. Made once."""
+        made: torch.Tensor = self._kept(f"queue {by_key}", lambda: self._queue(by_key))
+        return made
+
+    def _queue(self, by_key: bool) -> torch.Tensor:
+        packing, runs = self.packing, self.q_runs if by_key else self.kv_runs
+        assert packing is not None
+        if self.device.type == "cpu":
+            return queue(runs.counts, packing, self.block_size, by_key)
+        from ..plan import queue as queue_on_device
+
+        sequences = self.kv_sequences if by_key else self.q_sequences
+        tensors = [runs.counts, sequences, *packing.starts]
+        key = ("queue", self.block_size, by_key)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            return (queue_on_device(runs.counts, packing, self.block_size, by_key),)
+
+        return self._tapes.run(key, (), run, tensors)[0]  # type: ignore[no-any-return]
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from flashgen import aot, emit, launch, masks, plan, tiling
 from flashgen.aot import TARGETS
 from flashgen.call import Call
 from flashgen.kernel_names import spell
+from flashgen.launch import hopper_forward as launch_hopper
 
 CAUSAL = fg.Attention(masks.causal_document)
 
@@ -39,7 +41,7 @@ def made_of(keys: str, *, planning: bool = False) -> tuple[Any, emit.Variant]:
     ("page_size", "target"),
     [
         (0, "sm_90"),
-        (1, "sm_90"),
+        pytest.param(1, "sm_90", marks=pytest.mark.slow),
         (16, "sm_90"),
         pytest.param(256, "sm_90", marks=pytest.mark.slow),
         (0, "sm_80"),
@@ -53,6 +55,20 @@ def test_forward(page_size: int, target: str) -> None:
     assert found.spills == 0
     assert found.shared <= tiling.target_of(*TARGETS[target]).shared
     assert not found.warnings
+
+
+@pytest.mark.parametrize(
+    ("dims", "rows"), [((128, 128), 128), pytest.param((64, 64), 192, marks=pytest.mark.slow)]
+)
+def test_hopper_forward(dims: tuple[int, int], rows: int) -> None:
+    spec, variant = made_of("packed")
+    variant = replace(variant, head_dim=dims[0], v_head_dim=dims[1])
+    shape = launch_hopper.shape_for(*dims, block_m=rows)
+    found = aot.compile_hopper_forward(spec, variant=variant, shape=shape)
+    print(found)
+    assert found.warnings == ()
+    assert found.spills_in_loops() == 0
+    assert found.instructions()["UTMALDG"] > 0
 
 
 @pytest.mark.parametrize("kind", ["q", "kv"])

@@ -8,16 +8,20 @@ import pytest
 import torch
 from cases import CASES, Case
 from hypothesis import assume, given
+from stored import Sequences
 from strategies import Problem, bounded, problems, shapes, tile_sizes
 from triton.runtime.errors import InterpreterError
 
 import flashgen as fg
+from flashgen import masks
 from flashgen.call import Call, CallText, check
 from flashgen.check_storage import Storage
 from flashgen.kernel_names import spell
 from flashgen.plan import compact as compact_by_kernel
 from flashgen.plan import plan
+from flashgen.plan import queue as queue_by_kernel
 from flashgen.schedule import Runs, classify, compact
+from flashgen.schedule.queue import queue
 
 pytestmark = pytest.mark.usefixtures("nan_filled_empty")
 
@@ -183,3 +187,22 @@ def test_sizes_of_zero(sizes: tuple[int, ...]) -> None:
     states, runs = plan(call.bound, call.geometry, (16, 16), "exact")
     assert torch.equal(states, classify(call.bound, call.geometry, (16, 16), "exact"))
     assert (runs.counts == 0).all()
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_packed_rows_in_order(by_key: bool) -> None:
+    """More than a program looks at together, and sequences without queries or keys."""
+    sequences = Sequences.random([0, 700, 33, 5, 2500, 40], [9, 700, 0, 64, 1300, 41], 1, 1, 1)
+    tensors, places = sequences.packed()
+    made = fg.Attention(masks.sliding_window(window=60)).schedule(
+        *tensors, **places, block_size=(16, 16)
+    )
+    packing, counts = made.packing, (made.q_runs if by_key else made.kv_runs).counts
+    assert packing is not None
+    wanted = queue(counts, packing, made.block_size, by_key)
+    found = queue_by_kernel(counts, packing, made.block_size, by_key)
+    rows = int(wanted[0, 0])
+    lens = sequences.kv_lens if by_key else sequences.q_lens
+    assert rows == sum(-(-n // 16) for n in lens)
+    assert found[0, 0] == rows
+    assert torch.equal(found[1 : rows + 1], wanted[1 : rows + 1])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored import Sequences
 
 import flashgen as fg
 from flashgen import cache, emit, launch, masks
@@ -119,3 +120,42 @@ def test_marked_rows_alone_are_computed(monkeypatch: pytest.MonkeyPatch, rows: i
     kept = out == MARK
     torch.testing.assert_close(out[~kept], right[~kept])
     assert kept.float().mean() > 0.1
+
+
+def test_packed_rows_that_are_marked_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By blocks of 64; and rows behind the last sequence get what a query without keys has."""
+    sequences = Sequences.random([100, 0, 70, 260], [100, 30, 130, 260], 2, 1, dtype=torch.float16)
+    (q, k, v), places = sequences.packed()
+    q = torch.cat([q, q[:5]])
+    attend = fg.Attention(mask=masks.causal)
+    right, exact = attend(q, k, v, **places, backend="cpu", return_lse=True)
+    call = attend._check_look(q, k, v, dict(places))
+    schedule = attend.schedule(q, k, v, **places, block_size=(128, 64))
+    made = launch_hopper.generate(
+        spell(call.bound).spec, launch.variant_of(call.bound, call.geometry, 16, 16)
+    )[1]
+    repair = cache.module(made.name, made.text, launch.key_parts()).repair_rows
+    monkeypatch.setattr(launch_hopper, "_kernels", lambda *_: (None, repair))
+    monkeypatch.setattr(launch_hopper, "descriptors", lambda *_: {})
+    run, marked = launch.launch, ((0, 99), (1, 100), (1, 250))
+
+    def mark(kernel: Any, names: Any, values: Any, *rest: Any) -> None:
+        if kernel is not None:
+            return run(kernel, names, values, *rest)
+        values["out_ptr"].fill_(MARK)
+        values["lse_ptr"][0, :, :-5] = exact[:, :-5]
+        values["spoilt_ptr"].zero_()
+        for h, row in marked:
+            values["spoilt_ptr"][0, h, row] = 1
+
+    monkeypatch.setattr(launch, "launch", mark)
+    out, lse = launch_hopper.forward(
+        call.q, call.k, call.v, bound=spell(call.bound), geometry=call.geometry,
+        schedule=schedule, scale=call.scale,
+    )  # fmt: skip
+    wanted = torch.full_like(right, MARK)
+    for h, rows in ((0, slice(64, 100)), (1, slice(100, 164)), (1, slice(234, 298))):
+        wanted[rows, h] = right[rows, h]
+    wanted[-5:] = 0
+    torch.testing.assert_close(out[0].transpose(0, 1), wanted, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse[0], exact.float())

@@ -1,0 +1,43 @@
+"""Rows of packed sequences' tiles in the order in which Hopper's programs take them."""
+
+from __future__ import annotations
+
+import torch
+
+from ..storage import Packing
+
+# Numbers of a row: itself among all rows, its sequence, its number there, where its tile begins in
+# the tensor, how long the sequence is, where the other side's begins, how long that is, and its
+# first row of tiles.
+COLUMNS = 8
+
+
+def queue(
+    counts: torch.Tensor, packing: Packing, block: tuple[int, int], by_key: bool = False
+) -> torch.Tensor:
+    """int32 [rows + 1, COLUMNS] on the CPU: how many rows hold a tile, then what these are.
+
+    `counts` [1, H|1, rows, 3] of the runs along rows of queries, or of keys. Sequences whose other
+    side is longest come first, as their rows may be long, and within one the longest rows; rows of
+    a sequence stay together, so that what they share is read from memory once."""
+    assert packing.cu_kv is not None
+    own, other = packing.cu_q, packing.cu_kv
+    if by_key:
+        own, other = other, own
+    starts, lens = own.tolist(), own.diff().tolist()
+    other_starts, other_lens = other.tolist(), other.diff().tolist()
+    work = counts[0, 0].sum(-1).tolist()
+    sequences, tiles = (x.tolist() for x in packing.tiles(block[by_key], by_key))
+    other_rows = packing.first_rows(block[not by_key], not by_key).tolist()
+    alive = [
+        (-other_lens[b], b, -work[row], row)
+        for row, (b, tile) in enumerate(zip(sequences, tiles, strict=True))
+        if tile * block[by_key] < lens[b]
+    ]
+    found = torch.zeros(len(work) + 1, COLUMNS, dtype=torch.int32)
+    found[0, 0] = len(alive)
+    for place, (_, b, _, row) in enumerate(sorted(alive)):
+        first = starts[b] + tiles[row] * block[by_key]
+        numbers = (row, b, tiles[row], first, lens[b], other_starts[b], other_lens[b])
+        found[place + 1] = torch.tensor((*numbers, other_rows[b]))
+    return found
