@@ -13,9 +13,9 @@ import torch
 from flashgen import api, bench, masks
 from flashgen.bench import cpu, decode, gpu, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
-from flashgen.bench.peers import Peer
 from flashgen.bench.picture import picture
 from flashgen.call import CallText
+from flashgen.errors import FlashgenError
 from flashgen.expr import walk
 from flashgen.spec import Mask
 
@@ -140,16 +140,24 @@ def test_rates_of_kernels_are_shown(
         "| D=64 S=8 a | flashgen | 4.000 | 500 | 0.80 | 2.00 | 20.000 | 250 | 0.40 | 2.00 |",
         "| D=64 S=8 a | FA3 | 5.000 | 400 | 0.64 | 1.60 |  |  |  |  |",
     ]
-    assert gpu.summary(rows).startswith("D=64, geometric means: forward 2.000, least 2.000;")
+    assert "| D=64 S=8 a | 1.250 | FA3 | 2.000 | FlexAttention |" in gpu.summary(rows)
 
 
 def test_work_is_chosen_by_name() -> None:
-    assert len(gpu.works("", (8192,))) == 20
-    found = gpu.works("D=128 S=2048 c", (2048, 8192))
+    assert len(gpu.works((), (8192,))) == 22
+    found = gpu.works(["D=128 S=2048 c"], (2048, 8192))
     assert [str(work) for work in found] == ["D=128 S=2048 causal", "D=128 S=2048 causal document"]
-    assert [work.batch for work in gpu.works("D=64", (2048, 65536))][::10] == [16, 1]
+    found = gpu.works(["full$", "causal$"], (2048,))
+    assert [work.mask for work in found] == ["full", "causal"] * 3
+    assert [work.batch for work in gpu.works(["D=64"], (2048, 65536))][::10] == [16, 1]
+    with pytest.raises(FlashgenError, match="no work is called like casual"):
+        gpu.works(["casual"], (2048,))
+    with pytest.raises(FlashgenError, match="a length of 1000"):
+        gpu.works((), (1000,))
     with pytest.raises(SystemExit):
         bench.main(["cpu", "--only", "causal"])
+    with pytest.raises(SystemExit):
+        bench.main(["gpu", "--documents", "file"])
 
 
 def test_a_picture_of_ratios(tmp_path: Path) -> None:
@@ -174,11 +182,11 @@ def test_what_is_measured_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decode, name, lambda work, rounds: float(work().numel()))
     monkeypatch.setattr(decode, "_flex", lambda *tensors: partial(decode._sdpa, *tensors))
 
-    def cudnn(causal: bool, tensors: list[torch.Tensor]) -> dict[str, Peer]:
+    def cudnn(name: str, causal: bool, *tensors: torch.Tensor) -> torch.Tensor:
         attend = torch.nn.functional.scaled_dot_product_attention
-        return {"cuDNN": Peer(partial(attend, *tensors, is_causal=causal))}
+        return attend(*tensors, is_causal=causal)
 
-    monkeypatch.setattr(decode, "dense_peers", cudnn)
+    monkeypatch.setattr(decode, "sdpa", cudnn)
     rows = decode._dense(2, 128, 1.0, 1) + decode._window(1.0, 1)
     rows += decode._uneven(1.0, 1) + decode._prefill(1.0, 1)
     assert [row.backend for row in rows] == [

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 import flashgen as fg
 
 from ..errors import FlashgenError
-from .gpu import milliseconds
 from .measure import Times
-from .peers import dense_peers
+from .peers import CUDNN, sdpa
+from .sides import milliseconds
 from .table import Row, print_markdown, rows_of
 
 DEVICE = "cuda"
@@ -139,7 +139,7 @@ def _prefill(copy: float, rounds: int) -> list[Row]:
     q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in shapes)
     attend = fg.Attention(masks.causal)
     works: dict[str, Work] = {
-        "cuDNN": dense_peers(True, [q, k, v])["cuDNN"].forward,
+        CUDNN: partial(sdpa, CUDNN, True, q, k, v),
         "flashgen": partial(attend, q, k, v, schedule=attend.schedule(q, k, v)),
     }
     _check(works)

@@ -1,15 +1,19 @@
 """The first call of a mask in a process: with empty caches, and with what another process left.
 
-Each time is a process of its own, from tensors on the device to results on it: planning, compiling
-or loading, and running. Modules were imported before."""
+Each time is of a process of its own, from tensors on the device to results on it: planning,
+compiling or loading, and running. What either side imports was imported before."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +23,11 @@ from .measure import Times
 from .table import Row, rows_of
 
 SIDES = ("FlexAttention", "flashgen")
+EMPTY, FULL = "empty caches", "another process's caches"
 HEADS, LENGTH, DIM, WINDOW = 16, 4096, 128, 1000
 _CACHES = ("FLASHGEN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+# What calls import when they first need it.
+_MODULES = ("triton.language", "torch._dynamo", "torch._inductor.compile_fx")
 # A process must not wait for ever where something hangs.
 _PATIENCE = 120.0
 
@@ -36,15 +43,39 @@ def title() -> str:
 
 
 def run(rounds: int) -> list[Row]:
-    """Rows of both sides, for empty caches and for full ones; of `rounds` the last counts."""
+    """Rows of both sides, for empty caches and for full ones: medians of `rounds`, each of which
+    starts four processes."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench first", write="bench cpu")
-    cold, warm = {}, {}
-    for side in SIDES:
-        for _ in range(rounds):
+    found: dict[str, dict[str, list[Times]]] = {name: {} for name in (EMPTY, FULL)}
+    for _ in range(rounds):
+        for side in SIDES:
             with tempfile.TemporaryDirectory() as folder:
-                cold[side], warm[side] = _times(side, folder), _times(side, folder)
-    return [*rows_of("empty caches", cold), *rows_of("another process's caches", warm)]
+                for name in found:
+                    taken = _times(side, folder)
+                    print(f"{name}: {side} {taken}", file=sys.stderr, flush=True)
+                    found[name].setdefault(side, []).append(taken)
+    return [row for name, sides in found.items() for row in rows_of(name, _medians(sides))]
+
+
+def _medians(sides: Mapping[str, Sequence[Times]]) -> dict[str, Times]:
+    return {
+        side: Times(
+            statistics.median(t.forward_ms for t in taken),
+            statistics.median(t.total_ms - t.forward_ms for t in taken),
+        )
+        for side, taken in sides.items()
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What flashgen's first call takes, and how many times as fast it is."""
+    return "\n".join(
+        f"{row.work}: {row.forward_ms / 1e3:.2f} s and {(row.backward_ms or 0) / 1e3:.2f} s, "
+        f"{row.forward_ratio:.1f} and {row.ratio:.1f} (both) times as fast as {SIDES[0]}"
+        for row in rows
+        if row.backend == SIDES[1]
+    )
 
 
 def _times(side: str, folder: str) -> Times:
@@ -65,12 +96,12 @@ def _times(side: str, folder: str) -> Times:
 
 def _first_call(side: str) -> tuple[float, float]:
     """Milliseconds of a forward and of its backward, in this process."""
-    import time
-
     import torch.nn.attention.flex_attention as flex
 
     from .. import api
 
+    for name in _MODULES:
+        importlib.import_module(name)
     doc = torch.arange(LENGTH, device="cuda") // 700
     q, k, v = (
         torch.randn(1, HEADS, LENGTH, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)

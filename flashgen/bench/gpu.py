@@ -1,26 +1,26 @@
-"""Beside FlexAttention (Triton) on a GPU over ten masks; on two of them beside cuDNN and FA3."""
+"""Ten masks on a GPU, beside FlexAttention and the hand-written kernels that are installed."""
 
 from __future__ import annotations
 
-import os
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import api
 from ..errors import FlashgenError
-from .measure import Times, check_equal
-from .peers import Peer, dense_peers
-from .table import Row, print_markdown, rows_of
-from .work import LENGTHS, SHAPES, TOKENS, Work, masks, works
+from . import peers
+from .compare import best_peers, geometric_means
+from .flex import Counted, count, flex_attention
+from .measure import Times
+from .sides import Side, differences, milliseconds, times
+from .table import Differs, Row, print_markdown, rows_of
+from .work import LENGTHS, TOKENS, Work, masks, works
+from .workers import in_turns, told
 
+OURS = "flashgen"
 # Operations of a backward, in those of a forward: five products for two.
 _BACKWARD = 2.5
 
@@ -36,68 +36,131 @@ class GpuRow(Row):
     backward_share: float | None
 
 
+@dataclass
+class Prepared:
+    """What computes a piece of work, compiled; who fails, and how; pairs that attend."""
+
+    work: Any
+    sides: dict[str, Side]
+    counted: Counted
+    failed: list[str] = field(default_factory=list)
+
+    def run_once(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compile, in both directions. A peer that fails is left out; flashgen may not."""
+        for name, side in list(self.sides.items()):
+            try:
+                side.results(tensors, tensors[0])
+            except Exception as error:
+                if name == OURS:
+                    raise
+                self.failed.append(f"{name} fails: {told(error)}")
+                del self.sides[name]
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of the sides of a piece of work, the operations of a forward, and what went wrong."""
+
+    times: Mapping[str, Times]
+    flops: float
+    failed: Sequence[str]
+    differing: Sequence[str]
+
+
 def title() -> str:
     """What was measured, and on what."""
+    return f"B={TOKENS} / S, bf16, {machine()}; schedules reused"
+
+
+def machine() -> str:
+    """The GPU, and the versions of what runs on it."""
     import triton
 
-    return (
-        f"B={TOKENS} / S, bf16, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}; schedules reused"
-    )
+    name = torch.cuda.get_device_name()
+    return f"{name}, torch {torch.__version__}, triton {triton.__version__}"
 
 
-def run(rounds: int, only: str = "", lengths: Sequence[int] = LENGTHS) -> list[GpuRow]:
+def run(rounds: int, only: Sequence[str] = (), lengths: Sequence[int] = LENGTHS) -> list[GpuRow]:
     """Forward and backward times, each row shown when it is there.
 
-    `only`: the part of the work whose name, `D=64 S=8192 causal`, contains this text.
-    Raises AssertionError where results differ, after the others were measured."""
+    `only`: work whose name, `D=64 S=8192 causal`, contains one of these texts.
+    Raises Differs where results do, after everything was measured."""
+    need_gpu("gpu")
+    chosen = works(only, lengths)
+    for name, reason in peers.absent().items():
+        print(f"not installed: {name} ({reason})", file=sys.stderr, flush=True)
+    found = in_turns(chosen, prepare, measure, rounds)
+    return gather((str(f.work), f.value, f.problem) for f in found)
+
+
+def need_gpu(name: str) -> None:
+    """Raises FlashgenError without one."""
     if not torch.cuda.is_available():
-        raise FlashgenError("there is no GPU", call="flashgen bench gpu", write="bench cpu")
-    work = works(only, lengths)
-    if not work:
-        raise FlashgenError(f"no work is called so: {only}", write="--only 'D=128 S=8192 causal'")
-    compile_ahead(work)
-    rate = matmul_rate()
+        raise FlashgenError("there is no GPU", call=f"flashgen bench {name}", write="bench cpu")
+
+
+def prepare(work: Work) -> Prepared:
+    """Everything that can do this work here, compiled."""
+    tensors, mask = work.tensors(), masks(work.length, work.device)[work.mask]
+    counted = count(mask, 1, 1, work.length, work.device)
+    missing = peers.absent()
+    sides = {
+        peers.TRITON: Side(flex_attention(mask, counted)),
+        OURS: Side(flashgen(mask, tensors)),
+    }
+    for name in peers.names(work.mask):
+        if name == peers.FLASH and name not in missing:
+            sides[name] = Side(flex_attention(mask, counted, backend="FLASH"))
+        elif name != peers.TRITON and name not in missing:
+            sides[name] = peers.hand_written(name, work)
+    prepared = Prepared(work, sides, counted)
+    prepared.run_once(tensors)
+    return prepared
+
+
+def flashgen(mask: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """flashgen with its schedule made before."""
+    attend = api.Attention(mask=mask)
+    schedule = attend.schedule(*tensors)
+    return lambda q, k, v: attend(q, k, v, schedule=schedule)
+
+
+def measure(prepared: Prepared, rounds: int) -> Measured:
+    """Times of what was prepared, after results were compared."""
+    tensors = prepared.work.tensors()
+    grad = torch.randn_like(tensors[0])
+    differing = differences(prepared.sides, tensors, grad)
+    found = times(prepared.sides, tensors, grad, rounds)
+    flops = prepared.work.flops(prepared.counted.pairs)
+    del tensors, grad
+    torch.cuda.empty_cache()
+    return Measured(found, flops, prepared.failed, differing)
+
+
+def gather(found: Iterable[tuple[str, Measured | None, str]]) -> list[GpuRow]:
+    """Rows of what was measured, told as they come. Raises Differs at the end."""
     rows: list[GpuRow] = []
-    failures: list[str] = []
-    for one in work:
-        try:
-            times = _measure(one, rounds)
-        except AssertionError as error:
-            failures.append(f"{one}: {error}")
-            print(failures[-1], file=sys.stderr, flush=True)
-            continue
-        for row in rows_with_rates(rows_of(str(one), times), one.flops(), rate):
-            backward = "" if row.backward_ms is None else f"{row.backward_ms:8.3f}"
-            line = f"{row.work:32} {row.backend:16} {row.forward_ms:8.3f} {backward}"
-            print(line.rstrip(), file=sys.stderr, flush=True)
-            rows.append(row)
-    if failures:
-        show(rows)
-        raise AssertionError("\n".join(failures))
+    problems: list[str] = []
+    rate = 0.0
+    for work, measured, problem in found:
+        # Asked when the others have compiled.
+        rate = rate or matmul_rate()
+        wrong = [problem] if measured is None else list(measured.differing)
+        told = [] if measured is None else list(measured.failed)
+        for line in [*told, *wrong]:
+            print(f"{work}: {line}", file=sys.stderr, flush=True)
+        problems += [f"{work}: {line}" for line in wrong]
+        if measured is not None:
+            own = list(rows_with_rates(rows_of(work, measured.times), measured.flops, rate))
+            rows += own
+            for row in own:
+                backward = "" if row.backward_ms is None else f"{row.backward_ms:9.3f}"
+                line = f"{row.work:36} {row.backend:20} {row.forward_ms:9.3f} {backward}"
+                print(line.rstrip(), file=sys.stderr, flush=True)
+    if problems:
+        raise Differs(rows, problems)
     return rows
-
-
-def compile_ahead(work: Sequence[Work]) -> None:
-    """Fill the caches on disk in parallel processes: compiling takes longer than measuring.
-
-    What fails here fails again when it is measured, and is reported then."""
-    count = min(12, os.cpu_count() or 1, len(work))
-    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-        for done in [pool.submit(_run_once, one) for one in work]:
-            done.exception()
-
-
-def _run_once(work: Work) -> None:
-    tensors = work.tensors()
-    for attend in _sides(work, tensors).values():
-        attend(*tensors).sum().backward()
-
-
-def _sides(work: Work, tensors: list[torch.Tensor]) -> dict[str, Callable[..., Any]]:
-    """FlexAttention and flashgen, with the same mask."""
-    mask = masks(work.length, tensors[0].device)[work.mask]
-    return {"FlexAttention": flex_attention(mask, tensors), "flashgen": flashgen(mask, tensors)}
 
 
 def matmul_rate() -> float:
@@ -145,92 +208,10 @@ def _cells(
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many times faster than FlexAttention flashgen is, for each head dimension: the geometric
-    mean, and the least."""
-    flex = {row.work: row for row in rows if row.backend == "FlexAttention"}
-    lines = []
-    for head_dim, _ in SHAPES:
-        pairs = [
-            (row, flex[row.work])
-            for row in rows
-            if row.backend == "flashgen" and row.work.startswith(f"D={head_dim} ")
-        ]
-        if pairs:
-            forward = [theirs.forward_ms / ours.forward_ms for ours, theirs in pairs]
-            backward = [
-                (theirs.backward_ms or 0) / (ours.backward_ms or 1) for ours, theirs in pairs
-            ]
-            parts = (_told("forward", forward), _told("backward", backward))
-            lines.append(f"D={head_dim}, geometric means: {'; '.join(parts)}")
-    return "\n".join(lines)
-
-
-def _backward(row: Row) -> float:
-    assert row.backward_ms is not None
-    return row.backward_ms
-
-
-def _told(direction: str, ratios: Sequence[float]) -> str:
-    mean = statistics.geometric_mean(ratios)
-    return f"{direction} {mean:.3f}, least {min(ratios):.3f}"
-
-
-def _measure(work: Work, rounds: int) -> dict[str, Times]:
-    """Medians of interleaved rounds, after outputs and gradients were found to agree; and what else
-    computes the same."""
-    tensors = work.tensors()
-    sides = _sides(work, tensors)
-    grad = torch.randn_like(tensors[0])
-    check_equal({n: partial(f, *tensors) for n, f in sides.items()}, tensors, grad, 4e-2)
-    peers: dict[str, Peer] = {}
-    if work.mask in ("full", "causal"):
-        peers = dense_peers(work.mask == "causal", tensors)
-    forwards: dict[str, Callable[[], Any]] = {n: partial(f, *tensors) for n, f in sides.items()}
-    forwards |= {name: peer.forward for name, peer in peers.items()}
-    trained = sides | {n: p.with_gradients for n, p in peers.items() if p.with_gradients}
-    forward: dict[str, list[float]] = {name: [] for name in forwards}
-    backward: dict[str, list[float]] = {name: [] for name in trained}
-    for _ in range(rounds):
-        for name, run_forward in forwards.items():
-            forward[name].append(milliseconds(run_forward))
-            if name in trained:
-                out = trained[name](*tensors)
-                again = partial(torch.autograd.grad, out, tensors, grad, retain_graph=True)
-                backward[name].append(milliseconds(again))
-    return {
-        name: Times(
-            statistics.median(forward[name]),
-            statistics.median(backward[name]) if name in backward else None,
-        )
-        for name in forwards
-    }
-
-
-def flex_attention(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-    """FlexAttention compiled for static shapes, with its block mask made before."""
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as attend
-
-    length, device = tensors[0].shape[2], tensors[0].device
-    block_mask = None
-    if mask is not None:
-        block_mask = create_block_mask(mask, 1, 1, length, length, device=str(device))
-    torch._dynamo.reset()
-    # Timing the backward alone runs it several times over one forward.
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(attend, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask)
-
-
-def flashgen(mask: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-    """flashgen with its schedule made before."""
-    attend = api.Attention(mask=mask)
-    schedule = attend.schedule(*tensors)
-    return lambda q, k, v: attend(q, k, v, schedule=schedule)
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """The median of many runs, timed by events, the cache flushed between them."""
-    from triton.testing import do_bench
-
-    return float(do_bench(work, warmup=10, rep=40, return_mode="median"))
+    """flashgen beside the best peer on every work, and beside FlexAttention's two backends in
+    geometric means; who isn't installed."""
+    missing = [f"{name} ({reason})" for name, reason in peers.absent().items()]
+    lines = [*best_peers(rows, OURS), ""]
+    for peer in (peers.TRITON, peers.FLASH):
+        lines += geometric_means(rows, OURS, peer)
+    return "\n".join([*lines, f"Not installed: {', '.join(missing) or 'nobody'}."])

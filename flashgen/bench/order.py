@@ -14,8 +14,8 @@ import torch
 
 from .. import api
 from ..errors import FlashgenError
-from .gpu import milliseconds
 from .measure import Times
+from .sides import milliseconds
 from .table import Row, rows_of
 
 SHAPE = (4, 16, 8192, 128)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +24,14 @@ class Row:
     backward_ms: float | None
     forward_ratio: float
     ratio: float
+
+
+class Differs(AssertionError):
+    """Results differ, or work failed: the rows that there are, and what is wrong."""
+
+    def __init__(self, rows: Sequence[Row], problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.rows = list(rows)
 
 
 def rows_of(work: str, times: Mapping[str, Times]) -> list[Row]:
@@ -61,11 +69,16 @@ def print_table(rows: Iterable[Row], title: str | None = None) -> None:
     Console().print(table)
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """The lines of a table, as BENCHMARKS.md has them."""
+    for line in [header, ["---"] * len(header), *rows]:
+        yield f"| {' | '.join(map(str, line))} |"
+
+
 def print_markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows as a table of Markdown, as BENCHMARKS.md has them."""
-    lines = [header, ["---"] * len(header), *rows]
-    for line in lines:
-        print(f"| {' | '.join(map(str, line))} |")
+    """Print rows as a table of Markdown."""
+    for line in markdown(header, rows):
+        print(line)
 
 
 def _cells(row: Row) -> list[str]:
