@@ -20,7 +20,7 @@ from flashgen.bench.documents import Sample, read_documents
 from flashgen.bench.flex import count
 from flashgen.bench.measure import Times
 from flashgen.bench.table import Differs, Row, rows_of
-from flashgen.bench.workers import Found, in_turns
+from flashgen.bench.workers import Found, deal, in_turns
 from flashgen.errors import FlashgenError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
 
 
-def turns(works: Sequence[Any], prepare: Any, measure: Any, rounds: int, *most: int) -> Any:
+def turns(
+    works: Sequence[Any], prepare: Any, measure: Any, rounds: int, *most: Any, **alike: Any
+) -> Any:
     for one in works:
         yield Found(one, measure(prepare(one), rounds))
 
@@ -352,6 +354,17 @@ def test_what_goes_wrong_is_kept_for_the_end() -> None:
         with pytest.raises(Differs, match="a: crashed") as caught:
             gpu.gather(found())
     assert [row.work for row in caught.value.rows] == ["b"]
+
+
+def test_what_is_alike_stays_together() -> None:
+    works = gpu.works(["full$", "causal$", "D=64 S=2048"], (2048, 8192))
+    shares = deal(works, 5, gpu.alike)
+    assert sorted(n for share in shares for n in share) == list(range(len(works)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+    at = {n: i for i, share in enumerate(shares) for n in share}
+    kinds = {(gpu.alike(work), at[n]) for n, work in enumerate(works)}
+    assert len(kinds) == len({gpu.alike(work) for work in works})
+    assert deal([1, 2, 3], 0, None) == [[0, 1, 2]]
 
 
 def prepare(number: int) -> int:

@@ -15,18 +15,16 @@ from .compare import told
 from .documents import PUBLISHED, Sample, read_documents
 from .flashmask_cases import CASES, case
 from .flex import count, flex_attention
-from .gpu import GpuRow, show
+from .gpu import GpuRow
 from .sides import Side
 from .table import Row
 from .work import Work, chosen
 from .workers import MOST, in_turns
 
-__all__ = ["run", "show", "summary", "title"]
-
 TOKENS, WIDTH = 131072, 4096
 LENGTHS, HEAD_DIMS = (8192, 32768, 131072), (128, 64)
 # Gigabytes of a GPU that a process may need: tensors of the largest length, gradients, sums.
-_GIGABYTES = 14
+_GIGABYTES = 12
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,15 @@ def run(
     samples = {length: samples_of(documents, length) for length in {w.length for w in works}}
     free = torch.cuda.mem_get_info()[0] / 1e9
     most = max(1, min(MOST, int(free / _GIGABYTES)))
-    found = in_turns(works, partial(prepare, samples=samples), gpu.measure, rounds, most)
+    given = partial(prepare, samples=samples)
+    found = in_turns(works, given, gpu.measure, rounds, most, alike=gpu.alike)
     return gpu.gather((str(f.work), f.value, f.problem) for f in found)
+
+
+def show(rows: Sequence[GpuRow]) -> None:
+    """Print the rows as Markdown under the title."""
+    print(f"{title()}\n")
+    gpu.print_rows(rows)
 
 
 def every(lengths: Sequence[int]) -> list[PaperWork]:

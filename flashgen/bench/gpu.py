@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,9 @@ class Prepared:
 
     def run_once(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compile, in both directions. A peer that fails is left out; flashgen may not."""
+        taken = []
         for name, side in list(self.sides.items()):
+            start = time.perf_counter()
             try:
                 side.results(tensors, tensors[0])
             except Exception as error:
@@ -55,7 +58,9 @@ class Prepared:
                     raise
                 self.failed.append(f"{name} fails: {told(error)}")
                 del self.sides[name]
-        torch.cuda.empty_cache()
+            taken.append(f"{name} {time.perf_counter() - start:.1f} s")
+            torch.cuda.empty_cache()
+        print(f"{self.work} compiled: {', '.join(taken)}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,13 @@ def run(rounds: int, only: Sequence[str] = (), lengths: Sequence[int] = LENGTHS)
     chosen = works(only, lengths)
     for name, reason in peers.absent().items():
         print(f"not installed: {name} ({reason})", file=sys.stderr, flush=True)
-    found = in_turns(chosen, prepare, measure, rounds)
+    found = in_turns(chosen, prepare, measure, rounds, alike=alike)
     return gather((str(f.work), f.value, f.problem) for f in found)
+
+
+def alike(work: Work) -> Hashable:
+    """Work of other lengths has the same kernels, but FlexAttention's."""
+    return work.head_dim, work.mask
 
 
 def need_gpu(name: str) -> None:
@@ -167,6 +177,8 @@ def matmul_rate() -> float:
     """FLOP/s of a square product of bf16 matrices, as cuBLAS does it here."""
     size = 8192
     x, y = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    # The library starts with the first one.
+    torch.mm(x, y)
     return 2 * size**3 / (1e-3 * milliseconds(lambda: x @ y))
 
 
@@ -183,9 +195,14 @@ def rows_with_rates(rows: Iterable[Row], flops: float, rate: float) -> Iterator[
 
 
 def show(rows: Sequence[GpuRow]) -> None:
-    """Print the rows as Markdown: ms, TFLOP/s, the share of a matrix product's rate, and how many
-    times as fast as the first backend, in both directions."""
+    """Print the rows as Markdown under the title."""
     print(f"{title()}\n")
+    print_rows(rows)
+
+
+def print_rows(rows: Sequence[GpuRow]) -> None:
+    """A table of Markdown: ms, TFLOP/s, the share of a matrix product's rate, and how many times as
+    fast as the first backend, in both directions."""
     one = ("ms", "TFLOP/s", "of matmul", "x")
     bases: dict[str, GpuRow] = {}
     lines = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -45,25 +45,28 @@ def in_turns(
     measure: Callable[[Any, int], Any],
     rounds: int,
     most: int = MOST,
+    alike: Callable[[Work], Hashable] | None = None,
 ) -> Iterator[Found[Work]]:
     """For each piece of work what `measure(prepare(work), rounds)` gives, in order.
 
     All are prepared first, in at most `most` processes that share the machine; then one at a time
-    is measured, in the process that prepared it. Functions must be importable by name. One that
-    raises, crashes or hangs takes its own work with it, or its process's, and no other."""
-    count = max(1, min(len(works), most, (os.cpu_count() or 2) - 1))
-    workers = [_start(works[n::count], prepare, measure, rounds) for n in range(count)]
+    is measured, in the process that prepared it: the same one where `alike` gives the same, so
+    that it compiles less. Functions must be importable by name. One that raises, crashes or hangs
+    takes its own work with it, or its process's, and no other."""
+    shares = deal(works, min(most, (os.cpu_count() or 2) - 1), alike)
+    workers = [_start([works[n] for n in share], prepare, measure, rounds) for share in shares]
+    places = {n: (workers[i], at) for i, share in enumerate(shares) for at, n in enumerate(share)}
     try:
         start = time.perf_counter()
         ready = _ready(workers)
         seconds = time.perf_counter() - start
         print(f"{len(works)} prepared in {seconds:.0f} s", file=sys.stderr, flush=True)
         for number, work in enumerate(works):
-            worker = workers[number % count]
+            worker, place = places[number]
             if worker.connection not in ready:
                 yield Found(work, problem=f"not prepared after {PATIENCE:.0f} s, or crashed")
                 continue
-            value, problem = _ask(worker, number // count)
+            value, problem = _ask(worker, place)
             if problem in ("crashed", "hangs"):
                 ready.remove(worker.connection)
                 worker.process.terminate()
@@ -71,6 +74,19 @@ def in_turns(
     finally:
         for worker in workers:
             worker.stop()
+
+
+def deal(
+    works: Sequence[Work], most: int, alike: Callable[[Work], Hashable] | None
+) -> list[list[int]]:
+    """Numbers of works for each process: what is alike stays together, the loads even."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, work in enumerate(works):
+        groups.setdefault(number if alike is None else alike(work), []).append(number)
+    shares: list[list[int]] = [[] for _ in range(max(1, min(most, len(groups))))]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    return shares
 
 
 def _start(works: Sequence[Any], *given: Any) -> _Worker:
