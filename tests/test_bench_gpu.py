@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from flashgen import bench
-from flashgen.bench import compare, flashmask, flashmask_cases, gpu, peers, scores, sides, work
+from flashgen.bench import (
+    compare,
+    first,
+    flashmask,
+    flashmask_cases,
+    gpu,
+    peers,
+    scores,
+    sides,
+    work,
+)
 from flashgen.bench.documents import Sample, read_documents
 from flashgen.bench.flex import count
 from flashgen.bench.measure import Times
@@ -354,6 +364,29 @@ def test_what_goes_wrong_is_kept_for_the_end() -> None:
         with pytest.raises(Differs, match="a: crashed") as caught:
             gpu.gather(found())
     assert [row.work for row in caught.value.rows] == ["b"]
+
+
+def test_first_calls(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Medians of both sides, with empty caches and then with the same ones."""
+    taken = {
+        "FlexAttention": iter([3e3, 1e3, 5e3, 2e3]),
+        "flashgen": iter([1e3, 250.0, 1e3, 250.0]),
+    }
+    folders: list[str] = []
+
+    def times(side: str, folder: str) -> tuple[float, float, str]:
+        folders.append(folder)
+        return next(taken[side]), 500.0, "attention_forward 0.10 s"
+
+    monkeypatch.setattr(first, "_times", times)
+    monkeypatch.setattr(first, "title", lambda: "here")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert bench.main(["first", "--rounds", "2"]) == 0
+    assert len(folders) == 2 * len(set(folders)) == 8
+    told = capsys.readouterr()
+    assert "empty caches, flashgen: 1000 and 500 ms; attention_forward 0.10 s" in told.err
+    assert "empty caches: 1.00 s and 0.50 s, 4.0 and 3.0 (both) times as fast as Flex" in told.out
+    assert "caches: 0.25 s and 0.50 s, 6.0 and 2.7 (both) times as fast as Flex" in told.out
 
 
 def test_what_is_alike_stays_together() -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,9 +53,10 @@ def run(rounds: int) -> list[Row]:
         for side in SIDES:
             with tempfile.TemporaryDirectory() as folder:
                 for name in found:
-                    taken = _times(side, folder)
-                    print(f"{name}: {side} {taken}", file=sys.stderr, flush=True)
-                    found[name].setdefault(side, []).append(taken)
+                    forward, backward, kernels = _times(side, folder)
+                    line = f"{name}, {side}: {forward:.0f} and {backward:.0f} ms; {kernels}"
+                    print(line, file=sys.stderr, flush=True)
+                    found[name].setdefault(side, []).append(Times(forward, backward))
     return [row for name, sides in found.items() for row in rows_of(name, _medians(sides))]
 
 
@@ -78,8 +80,8 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def _times(side: str, folder: str) -> Times:
-    """Of one process."""
+def _times(side: str, folder: str) -> tuple[float, float, str]:
+    """Of one process: forward and backward in milliseconds, and what it compiled itself."""
     caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
     done = subprocess.run(
         [sys.executable, "-m", __name__, side],
@@ -91,11 +93,12 @@ def _times(side: str, folder: str) -> Times:
     )
     if done.returncode:
         raise RuntimeError(f"{side}: {done.stderr[-2000:]}")
-    return Times(*json.loads(done.stdout.splitlines()[-1]))
+    forward, backward, kernels = json.loads(done.stdout.splitlines()[-1])
+    return forward, backward, kernels
 
 
-def _first_call(side: str) -> tuple[float, float]:
-    """Milliseconds of a forward and of its backward, in this process."""
+def _first_call(side: str) -> tuple[float, float, str]:
+    """Milliseconds of a forward and of its backward in this process, and kernels compiled in it."""
     import torch.nn.attention.flex_attention as flex
 
     from .. import api
@@ -111,6 +114,7 @@ def _first_call(side: str) -> tuple[float, float]:
     def mask(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
         return (doc[q_idx] == doc[kv_idx]) & (q_idx >= kv_idx) & (q_idx - kv_idx < WINDOW)
 
+    kernels = _compiled()
     torch.cuda.synchronize()
     start = time.perf_counter()
     if side == "flashgen":
@@ -122,7 +126,22 @@ def _first_call(side: str) -> tuple[float, float]:
     between = time.perf_counter()
     out.backward(torch.ones_like(out))
     torch.cuda.synchronize()
-    return 1e3 * (between - start), 1e3 * (time.perf_counter() - between)
+    backward = time.perf_counter() - between
+    return 1e3 * (between - start), 1e3 * backward, ", ".join(kernels)
+
+
+def _compiled() -> list[str]:
+    """Fills with Triton's kernels when they are compiled here: names, and seconds."""
+    from triton import knobs
+
+    found: list[str] = []
+
+    def listener(*, metadata: Any, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            found.append(f"{metadata['name']} {times.total / 1e6:.2f} s")
+
+    knobs.compilation.listener = listener
+    return found
 
 
 if __name__ == "__main__":
