@@ -157,7 +157,9 @@ def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch, tile: int) -> None
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=tile)
 
 
-def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [128, 192])
+def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    """Tiles of 192 queries are an odd number of steps."""
     tensors, grad = inputs(3, 2, 1, 150, 300, 64, 64)
     lens = torch.tensor([300, 41, 177], dtype=torch.int32)
     beyond = torch.arange(300) >= lens[:, None]
@@ -167,7 +169,7 @@ def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt = [x.detach().clone() for x in tensors]
     for x, poison in ((spoilt[1], torch.nan), (spoilt[2], torch.inf)):
         x.masked_fill_(beyond[:, None, :, None], poison)
-    got, flags = walk(monkeypatch, attend, spoilt, grad, **given)
+    got, flags = walk(monkeypatch, attend, spoilt, grad, tile=tile, **given)
     assert not flags["q"].any()
     assert not flags["kv"].any()
     for mine, exact in zip(got, right, strict=True):

@@ -207,7 +207,8 @@ def attend(
                 hide_rows(k_half, kv_len - first_key, KEYS)
                 hide_rows(v_half, kv_len - first_key, VALUES)
                 fence_async_shared()
-                hopper.sync_at(FULL)
+                # Of the two the one at which nobody has arrived.
+                hopper.sync_at(FULL + (past & 1))
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
             queries = q.index(first).reshape([BLOCK_M, WIDTH])
