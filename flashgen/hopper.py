@@ -58,6 +58,47 @@ def arrive_at(number):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def turn_at(place):  # type: ignore[no-untyped-def]
+    """A counter in memory; what was added before its passing is there for who is told of it."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];",
+        "=r,l,~{memory}",
+        [place.to(gl.int64)],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def await_turn(place, number):  # type: ignore[no-untyped-def]
+    """Until a counter in memory is at `number`."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred again; await:"
+        " ld.acquire.gpu.global.u32 $0, [$1]; setp.ne.u32 again, $0, $2; @again bra await; }",
+        "=&r,l,r,~{memory}",
+        [place.to(gl.int64), number],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
+def pass_turn(place):  # type: ignore[no-untyped-def]
+    """Add 1 to a counter in memory, behind all that this warp knows of; one warp calls it."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one; mov.u32 $0, %laneid; setp.eq.u32 one, $0, 0; fence.acq_rel.gpu;"
+        " @one red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }",
+        "=&r,l,~{memory}",
+        [place.to(gl.int64)],
+        gl.int32,
+        False,
+        1,
+    )
+
+
+@gluon.jit
 def add_quads(places, values):  # type: ignore[no-untyped-def]
     """Add an accumulator's numbers to memory, the four together that a thread has of 8 columns.
 

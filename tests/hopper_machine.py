@@ -1,14 +1,17 @@
 """Hopper's generated kernels on a CPU: Gluon's names as plain Python over PyTorch tensors.
 
-Three threads stand for the two warpgroups and the warp that loads. They meet at barriers that count
+Threads stand for the two warpgroups and the warps beside them. They meet at barriers that count
 as the GPU's do, so a wrong phase or a missing arrival is an error here too. What is asynchronous on
 the GPU happens at once, in the thread that starts it; shared memory is NaN at first."""
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import math
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -145,6 +148,7 @@ class Tiles:
 
 
 _LOCK = threading.Lock()
+_ADDING = threading.Lock()
 
 
 def _checked(pointer: Pointer, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -192,9 +196,18 @@ def _load_tile(
 
 
 def _atomic_add(pointer: Pointer, value: Any, mask: Any = True, sem: Any = None) -> torch.Tensor:
-    before = _load(pointer, mask)
-    _store(pointer, value, mask=mask, add=True)
+    with _ADDING:
+        before = _load(pointer, mask)
+        _store(pointer, value, mask=mask, add=True)
     return before
+
+
+def _await_turn(place: Pointer, number: Any) -> None:
+    until = time.monotonic() + PATIENCE
+    while (turn := int(_load(place))) != int(number):
+        assert turn < number, "a turn has passed"
+        assert time.monotonic() < until, "deadlock in the order of sums"
+        time.sleep(1e-4)
 
 
 def _store_tile(tiles: Tiles, place: list[Any], source: Shared) -> None:
@@ -241,13 +254,26 @@ def _specialize(parts: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: An
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=part) for part in parts]
+    _together([functools.partial(contextvars.copy_context().run, run, *part) for part in parts])
+    if errors:
+        raise errors[0]
+
+
+def _together(works: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:
-        raise errors[0]
+
+
+# The number of the program that runs, and its named barriers.
+_PROGRAM: contextvars.ContextVar[tuple[int, dict[int, Named]]] = contextvars.ContextVar("program")
+
+
+def _named(number: Any) -> Named:
+    with _LOCK:
+        return _PROGRAM.get()[1][int(number)]
 
 
 def _decorator(function: Any = None, **_: Any) -> Any:
@@ -265,8 +291,8 @@ class Machine:
 
     def __init__(self, text: str) -> None:
         body = re.sub(r"^(import|from) .*\n", "", text, flags=re.MULTILINE)
-        self.program = 0
-        self.named: dict[int, Named] = defaultdict(Named)
+        # Whether all programs of a launch run at once, or one after the other.
+        self.at_once = False
         self.names = {**self._names(), "__name__": "generated"}
         exec(compile(body, "<generated>", "exec"), self.names)
 
@@ -283,15 +309,29 @@ class Machine:
         programs: int,
     ) -> None:
         given = [_argument(values[name]) for name in names]
-        for self.program in range(programs):
-            self.programs = programs
-            kernel(*given, **constants)
-            assert not any(b.here for b in self.named.values()), "a barrier is left half full"
+        self.programs = programs
+        errors: list[BaseException] = []
+
+        def run(number: int) -> None:
+            _PROGRAM.set((number, defaultdict(Named)))
+            try:
+                own = (x.clone() if isinstance(x, torch.Tensor) else x for x in given)
+                kernel(*own, **constants)
+                named = _PROGRAM.get()[1].values()
+                assert not any(b.here for b in named), "a barrier is left half full"
+            except BaseException as error:
+                errors.append(error)
+
+        works = [functools.partial(run, number) for number in range(programs)]
+        for group in [works] if self.at_once else [[work] for work in works]:
+            _together(group)
+            if errors:
+                raise errors[0]
 
     def _names(self) -> dict[str, Any]:
         language = SimpleNamespace(
             constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64,
-            program_id=lambda axis: torch.tensor(self.program), cdiv=lambda a, b: -(-a // b),
+            program_id=lambda axis: torch.tensor(_PROGRAM.get()[0]), cdiv=lambda a, b: -(-a // b),
             arange=lambda first, end, layout=None: torch.arange(first, end),
             zeros=lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype),
             reshape=torch.reshape, permute=torch.permute,
@@ -306,6 +346,7 @@ class Machine:
             allocate_shared_memory=_allocate, int8=torch.int8, full=_full,
             SwizzledSharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
             max=lambda x, axis: x.amax(axis), min=lambda x, axis: x.amin(axis),
+            cumsum=lambda x, axis: x.cumsum(axis, dtype=x.dtype),
             associative_scan=lambda x, axis, add: x.cumsum(axis, dtype=x.dtype),
         )  # fmt: skip
         language.sum = lambda x, axis=None: x.sum() if axis is None else x.sum(axis)
@@ -321,12 +362,14 @@ class Machine:
         )
         hopper = SimpleNamespace(
             accumulator=lambda n: None, operand=lambda n: None, load_tile=_load_tile,
+            turn_at=lambda place: _load(place), await_turn=_await_turn,
+            pass_turn=lambda place: _store(place, 1, add=True),
             store_tile=_store_tile, add_quads=_add_quads, wait_stores=lambda n: None,
             barrier=lambda: None, mbarrier=mbarrier, fence_async_shared=lambda: None,
             warpgroup_mma=_product,
             warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
-            async_copy=async_copy, sync_at=lambda n: self.named[int(n)].sync(),
-            arrive_at=lambda n: self.named[int(n)].arrive(),
+            async_copy=async_copy, sync_at=lambda n: _named(n).sync(),
+            arrive_at=lambda n: _named(n).arrive(),
             note=lambda place, x: place.data.fill_(int(x)),
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,

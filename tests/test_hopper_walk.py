@@ -26,13 +26,15 @@ def walk(
     grad: torch.Tensor,
     *,
     tile: int = 128,
+    key_tile: int = 128,
+    ordered: bool = False,
     **data: Any,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """dq, dk and dv by the generated kernels, and the flags of what isn't finite."""
     q, k, v = tensors
     call = attend._check_look(q, k, v, dict(data))
     planned = {name: x for name, x in data.items() if name != "scale"}
-    schedule = attend.schedule(q, k, v, block_size=(tile, 128), **planned)
+    schedule = attend.schedule(q, k, v, block_size=(tile, key_tile), **planned)
     out, lse = attend(q, k, v, backend="cpu", return_lse=True, **data)
     bound, geometry = spell(call.bound), call.geometry
     padded = math.ceil(q.shape[2] / tile) * tile
@@ -48,17 +50,20 @@ def walk(
         "scale": call.scale, "scale_log2": LOG2E if changed else call.scale * LOG2E,
         "softcap": call.softcap, **launch.position_values(geometry), **launch.data_values(bound),
         **_key_schedule(schedule),
+        "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.width_of(q.shape[-1])),
     }  # fmt: skip
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
-    made = launch_hopper_backward.generate(bound.spec, variant)
+    made = launch_hopper_backward.generate(bound.spec, variant, ordered)
     machine = Machine(made.text)
+    # Blocks of keys that wait for each other do so among programs that run at once.
+    machine.at_once = ordered
     monkeypatch.setattr(launch_hopper_backward, "_module", lambda *_: (machine, made))
     monkeypatch.setattr(launch_hopper_backward, "launch", machine.launch)
     monkeypatch.setattr(launch_hopper_backward, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(hopper, "descriptor", Tiles)
     grads = [torch.full_like(x, torch.nan) for x in tensors]
     flags = launch_hopper_backward.backward(
-        bound.spec, variant, values, geometry, schedule.block_size, tuple(grads)
+        bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered
     )
     return grads, flags
 
@@ -74,13 +79,14 @@ def check(
     attend: Any,
     tensors: list[Any],
     grad: Any,
-    tile: int = 128,
-    **data: Any,
+    **given: Any,
 ) -> None:
+    how = {n: given.pop(n) for n in ("tile", "key_tile", "ordered") if n in given}
+    data = given
     out = attend(*tensors, backend="cpu", **data)
     right = torch.autograd.grad(out, tensors, grad)
     bare = [x.detach() for x in tensors]
-    got, flags = walk(monkeypatch, attend, bare, grad, tile=tile, **data)
+    got, flags = walk(monkeypatch, attend, bare, grad, **how, **data)
     assert not flags["q"].any()
     assert not flags["kv"].any()
     for name, mine, exact in zip("qkv", got, right, strict=True):
@@ -144,6 +150,26 @@ def test_data_of_queries(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None
         "column": torch.rand(S),
     }
     check(monkeypatch, gated, tensors, grad, **data)
+
+
+@pytest.mark.parametrize("tiles", [(192, 128), (128, 256)], ids=str)
+def test_sums_in_order(monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int]) -> None:
+    """Blocks that wait for each other, beside heads that share keys and sums in turns."""
+    tensors, grad = inputs(1, 2, 1, 390, 650, 64, 64)
+    how = {"tile": tiles[0], "key_tile": tiles[1], "ordered": True}
+    attend = fg.Attention(masks.local(left=200, right=130))
+    check(monkeypatch, attend, tensors, grad, q_offset=100, **how)
+
+
+@fg.mask
+def dotted(q_idx, kv_idx):
+    return (q_idx // 128 + kv_idx // 128) % 2 == 0
+
+
+def test_rows_of_more_runs_than_there_is_room_for_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.schedule.runs.MOST_RUNS", 2)
+    tensors, grad = inputs(1, 1, 1, 900, 500, 64, 64)
+    check(monkeypatch, fg.Attention(dotted), tensors, grad, q_offset=0, ordered=True)
 
 
 def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:

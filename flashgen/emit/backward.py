@@ -85,6 +85,10 @@ class Kernel:
     inner: tuple[str, ...] = ()
     outer: tuple[str, ...] = ()
 
+    @property
+    def bare(self) -> tuple[str, ...]:
+        return tuple(map(bare, self.arguments))
+
 
 @dataclass(frozen=True)
 class Math:
@@ -135,7 +139,7 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = Fa
     given, spec = spec, with_tables(spec)
     by_query = _math(spec, variant, wanted, "q")
     by_key = _math(given, variant, wanted, "kv")
-    prepare, queries, keys = _kernels(given, variant, wanted, ["spoilt_ptr"] * repairs)
+    prepare, queries, keys = _kernels(given, variant, wanted, repairs)
     helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
     helpers |= {"dropped"} if variant.dropout else set()
     helpers |= {term.how for term in by_query.terms} & {"add_exactly"}
@@ -262,11 +266,13 @@ def _strides(*letters: str) -> tuple[str, ...]:
 
 
 def _kernels(
-    spec: Spec, variant: Variant, wanted: Wanted, flags: list[str]
+    spec: Spec, variant: Variant, wanted: Wanted, repairs: bool
 ) -> tuple[Kernel, Kernel, Kernel]:
+    flags, items = ["spoilt_ptr"] * repairs, ["items: tl.int32"] * repairs
     pointers = ["out_ptr", "grad_out_ptr", *(["grad_lse_ptr"] if wanted.lse else []), "lse_ptr"]
     strides = _strides("o", "g")
-    prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(f"{s}: tl.int64" for s in strides)]
+    prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(["dq_sum_ptr"] * repairs)]
+    prepare += [f"{s}: tl.int64" for s in strides]
     if variant.packed:
         prepare += ["sequences_ptr", "cu_seqlens_q_ptr", "total_q: tl.int64"]
     else:
@@ -278,7 +284,7 @@ def _kernels(
         variant,
         flags + ["grad_q_ptr"] * wanted.q + [f"grad_{name}_ptr" for name in wanted.data],
         ["dq"] * wanted.q,
-        ["q_tiles: tl.int32"] if variant.packed else ["heads: tl.int32"],
+        items + (["q_tiles: tl.int32"] if variant.packed else ["heads: tl.int32"]),
         ("b", "h", "h_kv", "block", "masked_tiles", "full_tiles", "ragged_tiles", "ragged_tile"),
     )
     keys = _attention_kernel(
@@ -286,7 +292,7 @@ def _kernels(
         variant,
         flags + ["grad_k_ptr"] * wanted.k + ["grad_v_ptr"] * wanted.v + ["states"],
         ["dk"] * wanted.k + ["dv"] * wanted.v,
-        [*_KEY_SIZES[variant.packed], "q_tiles: tl.int32", "kv_tiles: tl.int32"],
+        [*items, *_KEY_SIZES[variant.packed], "q_tiles: tl.int32", "kv_tiles: tl.int32"],
         (*("b", "h_kv", "block", "heads", "first_member"), *_PLACE[: 2 * variant.packed]),
     )
     return Kernel(tuple(prepare), strides, unspecialized), queries, keys

@@ -35,6 +35,7 @@ class Module:
     attention: tuple[str, ...]
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,13 @@ class Math:
     shipped: Shipped
 
 
-def hopper_backward(spec: Spec, variant: Variant) -> Module:
-    """Hopper's backward kernels of a spec; gradients of data are not among them."""
+def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> Module:
+    """Hopper's backward kernels of a spec; gradients of data are not among them.
+
+    `ordered`: what blocks of keys add up in memory they add in an order that is fixed."""
     math = _math(spec, variant)
-    attention, queries, keys = _arguments(spec, variant)
+    attention, queries, keys = _arguments(spec, variant, ordered)
+    arguments = (attention, queries, keys, *([_ORDER] if ordered else []))
     text = (
         environment()
         .get_template(TEMPLATE)
@@ -71,10 +75,12 @@ def hopper_backward(spec: Spec, variant: Variant) -> Module:
             attention=attention,
             finish_queries=queries,
             finish_keys=keys,
-            unspecialized=[_typed(each) for each in (attention, queries, keys)],
+            order_visits=_ORDER,
+            unspecialized=[_typed(each) for each in arguments],
             unaligned=unaligned_pointers(attention, spec),
             data=[bare(a) for a in data_arguments(spec, variant)],
             math=math,
+            ordered=ordered,
             score=spec.score is not None,
             bends=bool(spec.softcap) or math.slope != "1.0",
             softcap=spec.softcap,
@@ -95,8 +101,9 @@ def hopper_backward(spec: Spec, variant: Variant) -> Module:
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
-    names = (tuple(map(bare, arguments)) for arguments in (attention, queries, keys))
-    return Module(f"{name}_hopper_bwd", tidy(text), *names)
+    names = (tuple(map(bare, each)) for each in arguments)
+    ending = "hopper_bwd_ordered" if ordered else "hopper_bwd"
+    return Module(f"{name}_{ending}", tidy(text), *names)
 
 
 def width_of(head_dim: int) -> int:
@@ -167,16 +174,23 @@ def _stage(expr: Expr) -> int:
 _DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dk", "dv")
 
 
+_ORDER = ["states", "counts", "masked_runs", "ranks", "visits"]
+_ORDER += [f"{name}: tl.int32" for name in ("q_rows", "kv_rows", "masked_width", "capacity")]
+
+
 def _strides(*letters: str) -> list[str]:
     return [f"stride_{letter}{dim}: tl.int64" for letter in letters for dim in "bhs"]
 
 
-def _arguments(spec: Spec, variant: Variant) -> tuple[list[str], list[str], list[str]]:
+def _arguments(
+    spec: Spec, variant: Variant, ordered: bool
+) -> tuple[list[str], list[str], list[str]]:
     attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr", "next_item_ptr"]
+    attention += ["row_turns_ptr", "key_turns_ptr", "visits", "ranks"] if ordered else []
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
-    attention += ["items: tl.int32"]
+    attention += ["items: tl.int32", "side: tl.int32"]
     attention += ["group: tl.int32", "capacity: tl.int32", "padded_len: tl.int32"]
     attention += position_arguments(variant)
     attention += ["scale: tl.float32", "scale_log2: tl.float32"]

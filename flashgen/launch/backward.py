@@ -15,6 +15,7 @@ from ..config import config
 from ..dropout import Dropout
 from ..emit.backward import Module, Wanted, ignores_score
 from ..emit.backward import backward as emit_backward
+from ..emit.hopper_backward import width_of
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
@@ -39,6 +40,8 @@ from . import (
 from . import hopper_backward as launch_hopper_backward
 
 _PREPARE = Tiling(64, 0, 4, 1)
+# Blocks whose marks a program of a repair looks at.
+_CHUNK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +105,7 @@ def backward(
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, wanted, bound, geometry, schedule, scale, deterministic, dropout is not None
+        saved, wanted, bound, geometry, schedule, scale, dropout is not None
     )
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
@@ -112,7 +115,7 @@ def backward(
     run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout, on_hopper)
     run.prepare()
     if on_hopper:
-        run.on_hopper(grads)
+        run.on_hopper(grads, deterministic)
     if kernels.by_query:
         run.by_query(grads)
     if kernels.by_key:
@@ -139,13 +142,12 @@ def _obstacle_to_hopper(
     geometry: Geometry,
     schedule: Schedule,
     scale: float,
-    deterministic: bool,
     dropout: bool,
 ) -> str:
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size
     problem = launch_hopper_backward.obstacle(
-        bound, geometry, dims, saved.q.dtype, size, wanted, scale, deterministic, dropout
+        bound, geometry, dims, saved.q.dtype, size, wanted, scale, dropout
     )
     tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -251,6 +253,7 @@ class _Run:
         )
         tile, is_packed = schedule.block_size[0], geometry.packing is not None
         self.spoilt: dict[str, torch.Tensor] = {}
+        self.repairs = repairs
         # The prepared rows are laid out in the schedule's tiles, for all kernels alike.
         self.padded_len = schedule.states.shape[2] * tile
         self.batch = 1 if is_packed else geometry.batch
@@ -273,19 +276,24 @@ class _Run:
         given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
         for letter, tensor in (*given, ("o", saved.out)):
             self.values |= _strides(letter, tensor)
+        if repairs:
+            width = width_of(head_dim)
+            self.values["dq_sum_ptr"] = torch.empty(*shape, width, device=device)
 
     def prepare(self) -> None:
-        """Write the LSE in base 2 and delta."""
+        """Write the LSE in base 2 and delta, and what Hopper's kernels add dQ to: 0."""
         constants = constants_of(self.saved.q, self._aligned("out_ptr"), _PREPARE, (64, 1))
         constants = {name: constants[name] for name in ("ALIGN", "FLOAT")}
         constants["BLOCK_M"] = rows = self.prepare_rows
         if self.geometry.packing is not None:
             constants["TILE_M"] = self.schedule.block_size[0]
+        if self.repairs:
+            constants["SUM_WIDTH"] = self.values["dq_sum_ptr"].shape[-1]
         programs = math.ceil(self.padded_len / rows) * self.batch * self.geometry.heads
         names, kernel = self.made.prepare, self.module.prepare_rows
         launch(kernel, names, self.values, constants, _PREPARE, programs)
 
-    def on_hopper(self, grads: Gradients) -> None:
+    def on_hopper(self, grads: Gradients, ordered: bool) -> None:
         """All gradients, but for what isn't finite: `by_query` and `by_key` look at that again."""
         assert grads.q is not None
         assert grads.k is not None
@@ -297,6 +305,7 @@ class _Run:
             self.geometry,
             self.schedule.block_size,
             (grads.q, grads.k, grads.v),
+            ordered,
         )
 
     def by_query(self, grads: Gradients) -> None:
@@ -313,7 +322,7 @@ class _Run:
             programs = row_blocks(geometry, self.schedule, tiling) * geometry.heads
             constants = self._constants(tiling, results)
             kernel = self.module.attention_backward_q
-            launch(kernel, self.made.queries, values, constants, tiling, programs)
+            self._launch(kernel, self.made.queries, values, constants, tiling, programs)
 
         self._run_tuned("queries", run, grads.data.values())
 
@@ -338,12 +347,27 @@ class _Run:
             constants = self._constants(tiling, [result for _, result in results])
             programs = self._key_blocks(tiling) * parts
             kernel = self.module.attention_backward_kv
-            launch(kernel, self.made.keys, values, constants, tiling, programs)
+            self._launch(kernel, self.made.keys, values, constants, tiling, programs)
 
         self._run_tuned("keys", run)
         for grad, result in results:
             if result is not grad:
                 grad.copy_(result.view(parts, *grad.shape).sum(0))
+
+    def _launch(
+        self,
+        kernel: Any,
+        names: tuple[str, ...],
+        values: dict[str, Any],
+        constants: dict[str, Any],
+        tiling: Tiling,
+        blocks: int,
+    ) -> None:
+        """A program for each block; of a repair, for many that it looks at."""
+        if self.repairs:
+            values, constants = {**values, "items": blocks}, {**constants, "CHUNK": _CHUNK}
+        programs = math.ceil(blocks / _CHUNK) if self.repairs else blocks
+        launch(kernel, names, values, constants, tiling, programs)
 
     def _key_blocks(self, tiling: Tiling) -> int:
         """Blocks of keys of all sequences and heads."""

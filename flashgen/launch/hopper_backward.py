@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,9 @@ BLOCK_M, BLOCK_N = 64, 128
 # Four warps are one warpgroup; the kernel adds the others itself.
 _ATTENTION = Tiling(0, BLOCK_N, 4, 1)
 _FINISH = Tiling(64, 64, 8, 1)
+_ORDER = Tiling(0, 0, 4, 1)
+# Of the L2 cache, what heads that are side by side may take.
+_SIDE_BYTES = 36 << 20
 
 
 def obstacle(
@@ -31,14 +35,11 @@ def obstacle(
     block_size: tuple[int, int],
     wanted: Wanted,
     scale: float,
-    deterministic: bool = False,
     dropout: bool = False,
 ) -> str:
     """Why the portable backward runs instead; empty where Hopper's does."""
     if not geometry.is_dense:
         return "it reads neither packed sequences nor pages"
-    if deterministic:
-        return "dQ is added up in no fixed order"
     if dropout:
         return "it drops no weights"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -59,14 +60,16 @@ def obstacle(
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant) -> Module:
-    """The text of Hopper's backward kernels."""
-    return hopper_backward(spec, variant)
+def generate(spec: Spec, variant: emit.Variant, ordered: bool = False) -> Module:
+    """The text of Hopper's backward kernels; `ordered`: with sums in a fixed order."""
+    return hopper_backward(spec, variant, ordered=ordered)
 
 
 @functools.lru_cache(maxsize=1024)
-def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Module]:
-    made = generate(spec, variant)
+def _module(
+    spec: Spec, variant: emit.Variant, ordered: bool, parts: tuple[str, ...]
+) -> tuple[Any, Module]:
+    made = generate(spec, variant, ordered)
     return cache.module(made.name, made.text, parts), made
 
 
@@ -85,13 +88,15 @@ def backward(
     geometry: Geometry,
     block_size: tuple[int, int],
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ordered: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write the gradients of q, k and v.
 
-    `values`: what the portable kernels take, LSE and delta of each row prepared, and the runs along
-    the queries. Returns which tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and
-    `kv` [B, Hkv, key tiles], int32, not 0 for these."""
-    module, made = _module(spec, variant, key_parts())
+    `values`: what the portable kernels take, LSE and delta of each row prepared, a sum of dQ that
+    is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns which
+    tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
+    int32, not 0 for these."""
+    module, made = _module(spec, variant, ordered, key_parts())
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "TILE_M": block_size[0], "TILE_N": block_size[1],
@@ -100,7 +105,9 @@ def backward(
     }  # fmt: skip
     items = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.kernel_values}
-    values["items"] = items
+    values |= {"items": items, "side": _side(values, variant, geometry)}
+    if ordered:
+        values |= _order_visits(module, made, values, geometry, block_size)
     programs = min(items, multiprocessors(geometry.device))
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
     values |= sums.finish_values
@@ -114,8 +121,54 @@ def backward(
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
 
 
+def _side(values: Mapping[str, Any], variant: emit.Variant, geometry: Geometry) -> int:
+    """How many heads' key blocks are taken side by side.
+
+    So the last ones of all are short, and blocks that wait for each other start apart. What is read
+    and added to of these heads should stay in the L2 cache."""
+    width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
+    size = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
+    lines, most = geometry.batch * geometry.heads, max(1, min(8, _SIDE_BYTES // size))
+    return next(n for n in range(most, 0, -1) if lines % n == 0)
+
+
+def _order_visits(
+    module: Any,
+    made: Module,
+    values: Mapping[str, Any],
+    geometry: Geometry,
+    block_size: tuple[int, int],
+) -> dict[str, torch.Tensor]:
+    """Which block of keys adds when to each row of queries, and the counters of these turns."""
+    batch, heads, q_tiles, kv_tiles = values["states"].shape
+    device = geometry.device
+    ranks = torch.empty(batch, heads, q_tiles, kv_tiles, dtype=torch.int32, device=device)
+    visits = torch.empty(batch, heads, kv_tiles, q_tiles + 1, dtype=torch.int32, device=device)
+    values = {**values, "ranks": ranks, "visits": visits, "q_rows": q_tiles, "kv_rows": kv_tiles}
+    constants = {"BLOCK_N": BLOCK_N, "TILE_N": block_size[1], "CHUNK": 128}
+    programs = batch * heads * (q_tiles + kv_tiles)
+    launch(module.order_visits, made.order, values, constants, _ORDER, programs)
+    rows = geometry.batch * geometry.heads * (values["padded_len"] // BLOCK_M)
+    blocks = geometry.batch * geometry.kv_heads * math.ceil(geometry.kv_len / BLOCK_N)
+    row_turns, key_turns = _counters(device, (rows,), (blocks,))
+    return {
+        "ranks": ranks, "visits": visits, "row_turns_ptr": row_turns, "key_turns_ptr": key_turns
+    }  # fmt: skip
+
+
+def _counters(device: torch.device, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """int32 tensors of zeros, in one allocation; each starts at a multiple of 16 bytes."""
+    ends = list(itertools.accumulate(math.ceil(math.prod(s) / 4) * 4 for s in shapes))
+    whole = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+    starts = (0, *ends)
+    return [
+        whole[start : start + math.prod(shape)].view(shape)
+        for start, shape in zip(starts, shapes, strict=False)
+    ]
+
+
 class _Sums:
-    """What many programs add to, 0 at first: dQ, dK and dV of heads that share keys, flags."""
+    """What many programs add to, 0 at first: dK and dV of heads that share keys, flags."""
 
     def __init__(
         self,
@@ -125,33 +178,31 @@ class _Sums:
         block_size: tuple[int, int],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
-        device, rows = geometry.device, geometry.batch * geometry.heads * values["padded_len"]
-        self.q = torch.zeros(rows, width_of(variant.head_dim), device=device)
+        device = geometry.device
         q_tiles, kv_tiles = (
             math.ceil(n / size)
             for n, size in zip((geometry.q_len, geometry.kv_len), block_size, strict=True)
         )
         shapes = (geometry.heads, q_tiles), (geometry.kv_heads, kv_tiles)
-        self.spoilt_q, self.spoilt_kv = (
-            torch.zeros(geometry.batch, *shape, dtype=torch.int32, device=device)
-            for shape in shapes
+        self.spoilt_q, self.spoilt_kv, next_item = _counters(
+            device, *((geometry.batch, *shape) for shape in shapes), (1,)
         )
         dq, dk, dv = grads
         self.finish_values = {
-            "dq_sum_ptr": self.q, "grad_q_ptr": dq, "grad_k_ptr": dk, "grad_v_ptr": dv,
+            "grad_q_ptr": dq, "grad_k_ptr": dk, "grad_v_ptr": dv,
             "spoilt_q_ptr": self.spoilt_q, **strides("dq", dq), **strides("dk", dk),
             **strides("dv", dv),
         }  # fmt: skip
-        self.k = self.v = self.q
+        self.k = self.v = values["dq_sum_ptr"]
         if geometry.group > 1:
             # Whole blocks of keys, those beyond the last one too.
             rows = geometry.batch * geometry.kv_heads * -(-geometry.kv_len // BLOCK_N) * BLOCK_N
             widths = (width_of(d) for d in (variant.head_dim, variant.v_head_dim))
             self.k, self.v = (torch.zeros(rows, width, device=device) for width in widths)
         self.kernel_values = {
-            "dq_sum_ptr": self.q, "dk_sum_ptr": self.k, "dv_sum_ptr": self.v,
+            "dk_sum_ptr": self.k, "dv_sum_ptr": self.v,
             "spoilt_kv_ptr": self.spoilt_kv,
-            "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=device),
+            "next_item_ptr": next_item,
         }  # fmt: skip
         self.finish_values |= self.kernel_values
 

@@ -49,8 +49,8 @@ class Golden(NamedTuple):
         """Hopper's kernel, and the portable one that repairs its rows."""
         return launch_hopper.generate(self.spec(), self.variant())
 
-    def hopper_backward(self) -> Module:
-        return launch_hopper_backward.generate(self.spec(), self.variant())
+    def hopper_backward(self, ordered: bool = False) -> Module:
+        return launch_hopper_backward.generate(self.spec(), self.variant(), ordered)
 
     def planning(self) -> PlanModule:
         return plan.generate(self.spec(), self.variant(planning=True))
@@ -113,4 +113,5 @@ HOPPER = (
     "causal_document", "flashmask", "alibi", "softcap_sinks", "head_dim_192_128",
     "lengths_and_offsets",
 )  # fmt: skip
+# `causal` with sums in order.
 HOPPER_BACKWARD = ("causal", "causal_document", "alibi", "softcap_sinks", "lengths_and_offsets")

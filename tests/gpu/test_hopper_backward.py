@@ -39,8 +39,8 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     assert calls, "no backward of Hopper's ran"
 
 
-def hopper(attend: Any) -> Any:
-    return partial(attend, backend="hopper")
+def hopper(attend: Any, deterministic: bool = False) -> Any:
+    return partial(attend, backend="hopper", deterministic=deterministic)
 
 
 @pytest.mark.parametrize("case", PICKED[::3], ids=lambda case: case.id)
@@ -50,7 +50,9 @@ def test_masks_of_odd_sizes(case: Any, nan_filled_empty: None) -> None:
     allowed = case.expected(B, H, S, T, data).cuda()
     moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in data.items()}
     attend = fg.Attention(mask=case.bound(moved).to("cuda"))
-    check(hopper(attend), leaves(B, H, H, S, T, 128, 128, torch.bfloat16), allowed)
+    for deterministic in (False, True):
+        inputs = leaves(B, H, H, S, T, 128, 128, torch.bfloat16)
+        check(hopper(attend, deterministic), inputs, allowed)
 
 
 SHAPES = [
@@ -61,19 +63,21 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dtypes_heads_and_dims(shape: tuple[Any, ...]) -> None:
+def test_dtypes_heads_and_dims(shape: tuple[Any, ...], deterministic: bool) -> None:
     D, Dv, H, Hkv, dtype = shape
     S = 333
     doc = torch.randint(0, 4, (2, S), device="cuda").sort(-1).values
     allowed = torch.ones(S, S, dtype=torch.bool, device="cuda").tril()
     allowed = allowed & (doc[:, None, :, None] == doc[:, None, None, :])
     attend = fg.Attention(mask=masks.causal_document)
-    check(hopper(attend), leaves(2, H, Hkv, S, S, D, Dv, dtype), allowed, doc=doc)
+    check(hopper(attend, deterministic), leaves(2, H, Hkv, S, S, D, Dv, dtype), allowed, doc=doc)
 
 
-def test_lengths(nan_filled_empty: None) -> None:
-    attend = hopper(fg.Attention(mask=masks.causal))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lengths(nan_filled_empty: None, deterministic: bool) -> None:
+    attend = hopper(fg.Attention(mask=masks.causal), deterministic)
     for S, T in ((1, 1), (1, 500), (130, 1), (128, 256), (257, 129), (1000, 1300)):
         allowed = torch.ones(S, T, dtype=torch.bool, device="cuda").tril(T - S)
         check(attend, leaves(1, 2, 2, S, T, 64, 64, torch.bfloat16), allowed)
@@ -81,6 +85,30 @@ def test_lengths(nan_filled_empty: None) -> None:
 
 def grads_of(attend: Any, inputs: list[Any], grad: Any, **data: Any) -> tuple[Any, ...]:
     return torch.autograd.grad(attend(*inputs, **data), inputs, grad)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 4, 64)], ids=str)
+def test_sums_in_order_are_equal_bit_by_bit(shape: tuple[int, int, int]) -> None:
+    """More blocks than run at once, with and beside another stream's load; and right."""
+    H, Hkv, D = shape
+    S = 3000
+    doc = torch.randint(0, 5, (2, S), device="cuda").sort(-1).values
+    attend = hopper(fg.Attention(mask=masks.document), True)
+    inputs = leaves(2, H, Hkv, S, S, D, D, torch.bfloat16)
+    grad = torch.randn_like(inputs[0])
+    first = grads_of(attend, inputs, grad, doc=doc)
+    other, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda").bfloat16()
+    for turn in range(200):
+        if turn % 2:
+            with torch.cuda.stream(other):
+                for _ in range(turn % 5):
+                    load @ load
+        again = grads_of(attend, inputs, grad, doc=doc)
+        for x, y in zip(first, again, strict=True):
+            assert torch.equal(x, y), turn
+    loose = grads_of(hopper(fg.Attention(mask=masks.document)), inputs, grad, doc=doc)
+    for x, y in zip(first, loose, strict=True):
+        assert (x.float() - y.float()).norm() <= 3e-3 * y.float().norm()
 
 
 def test_rows_without_keys_and_unseen_keys_get_zeros(nan_filled_empty: None) -> None:

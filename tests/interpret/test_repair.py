@@ -37,7 +37,7 @@ def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_he
     }
 
     def leave_marks(*arguments: Any) -> dict[str, torch.Tensor]:
-        for made in arguments[-1]:
+        for made in arguments[5]:
             made.fill_(MARK)
         return flags
 

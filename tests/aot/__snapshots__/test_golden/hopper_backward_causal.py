@@ -23,12 +23,15 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
-def place_of(item, blocks, heads, group):
+def place_of(item, blocks, heads, group, side):
     """Batch element, query head, head of the keys and key block of a piece of work.
 
-    First key blocks first: under causal masks they are the longest."""
-    h = (item // blocks) % heads
-    return item // blocks // heads, h, h // group, item % blocks
+    A query's row meets the last key blocks first, which start there under causal masks; blocks of
+    `side` heads take turns, so that those of one head start apart."""
+    line = item // (blocks * side) * side + item % side
+    block = item // side % blocks
+    h = line % heads
+    return line // heads, h, h // group, blocks - 1 - block
 
 
 @gluon.jit
@@ -37,23 +40,29 @@ def load(
     q, k, v, grad_out, lse, delta, first_rows, work,
     q_here, grads_here, is_free, keys_here, keys_free,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
-    next_item_ptr, items, blocks, heads, group, capacity, padded_len,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
+    next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
+    are_masked, turns, visits, ranks,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):
     """The warp that loads: for each piece of work its keys and values, and its queries and their
     gradients a few steps ahead. It gets the pieces from a counter, and tells the others."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     number = 0
     past = 0
-    item = gl.program_id(0)
+    # Blocks only wait for those that were taken before them, so the first of all waits for none.
+    item = gl.atomic_add(next_item_ptr, 1)
     while item < items:
-        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         line = (b * heads + h) * padded_len
         grid = b * schedule_stride_b + h * schedule_stride_h
         schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
-        masked = masked_runs + schedule_row * (2 * masked_width)
-        full = full_runs + schedule_row * (2 * full_width)
+        visits_row = visits + schedule_row * (padded_len // TILE_M + 1)
+        ranks_here = ranks + grid * (padded_len // TILE_M) * gl.cdiv(capacity, TILE_N)
+        ranks_here += block * BLOCK_N // TILE_N
+        # Blocks of one tile come one after the other, the last one first.
+        last_of_tile = (block * BLOCK_N // TILE_N + 1) * (TILE_N // BLOCK_N) - 1
+        rank_in_tile = gl.minimum(last_of_tile, blocks - 1) - block
         masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
         full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
         mbarrier.wait(keys_free, number & 1 ^ 1)
@@ -67,12 +76,11 @@ def load(
         else:
             mbarrier.arrive(keys_here, count=1)
         mbarrier.arrive(keys_here, count=1)
-        runs = gl.where(masked_steps > 0, masked, full)
-        step = gl.load(runs) * STEPS
-        end = gl.load(runs + 1) * STEPS
-        next_step = gl.load(runs + 2) * STEPS
-        next_end = gl.load(runs + 3) * STEPS
+        visit = gl.load(visits_row)
         for turn in range(masked_steps + full_steps):
+            step = visit // 2 * STEPS + turn % STEPS
+            is_masked = visit % 2
+            rank = gl.load(ranks_here + visit // 2 * gl.cdiv(capacity, TILE_N))
             stage = past % STAGES
             mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
             past += 1
@@ -86,20 +94,12 @@ def load(
             )
             hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
             first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
+            hopper.note(are_masked.index(stage), is_masked)
+            hopper.note(turns.index(stage), rank + rank_in_tile)
             mbarrier.arrive(q_here.index(stage), count=1)
-            step += 1
-            is_last = step == end
-            step = gl.where(is_last, next_step, step)
-            end = gl.where(is_last, next_end, end)
-            runs += gl.where(is_last, 2, 0)
-            if turn + 1 == masked_steps:
-                runs = full
-                step = gl.load(runs) * STEPS
-                end = gl.load(runs + 1) * STEPS
-            next_step = gl.load(runs + 2) * STEPS
-            next_end = gl.load(runs + 3) * STEPS
+            visit = gl.load(visits_row + (turn + 1) // STEPS)
         number += 1
-        item = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+        item = gl.atomic_add(next_item_ptr, 1)
     # There is no more.
     mbarrier.wait(keys_free, number & 1 ^ 1)
     hopper.note(work.index(0), items)
@@ -111,7 +111,8 @@ def store_keys(
     sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
-    """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
+    """Rows of dK or dV that are inside, as soon as the store before has left their room; heads
+    that share keys add theirs up in memory."""
     if SHARED_HEADS:
         hopper.add_quads(sum_ptr + quad_offsets(sums.shape[1]), sums)
     else:
@@ -122,12 +123,12 @@ def store_keys(
         tile = room.slice(0, sums.shape[1])._reinterpret(
             room.dtype, [1, 1, sums.shape[0], sums.shape[1]], tiles.layout
         )
+        hopper.wait_stores(0)
+        hopper.barrier()
         tile.reshape(sums.shape).store(sums.to(tile.dtype))
         fence_async_shared()
         hopper.barrier()
         hopper.store_tile(tiles, place, tile)
-        hopper.wait_stores(0)
-        hopper.barrier()
 
 
 @gluon.jit
@@ -144,7 +145,8 @@ def attend(
     q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
     dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
-    items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+    items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+    are_masked, may_add, added,
     q_len,
     kv_len,
     q_offset,
@@ -179,7 +181,9 @@ def attend(
     while item < items:
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
-        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        # Sums that were waited for beside those of steps.
+        sums = number if SHARED_HEADS else 0
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
         dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
@@ -189,7 +193,6 @@ def attend(
         is_key = kv_idx < kv_len
         if end > past:
             # Of a step before the first: nothing is read, and its dQ isn't added.
-            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
             hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
@@ -208,20 +211,23 @@ def attend(
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             first_row = first_rows.index(first).load(QUERIES)[None, :]
+            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
+            is_masked = hopper.read(are_masked.index(first)) != 0
+
             p = gl.exp2(s * scale_log2)
-            if past < masked_end:
+            if is_masked:
                 q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
-            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
+            # dK of the block before has left from where ds will be.
+            hopper.wait_stores(0)
+            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
             # Not `row`: Triton takes for constant what a turn sets to the value that it has before
             #     the loop.
             last_row = gl.zeros_like(row)
-            for turn in range(past, end):
+            for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES
-                phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < end
-                parity = turn & 1
-                # Made in each turn: there are no registers that keep wgmma's descriptors of them.
+                phase, parity = (turn + 1) // STAGES & 1, turn & 1
                 here = hopper.zero_again()
                 k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
                 v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
@@ -234,7 +240,7 @@ def attend(
                 both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
                 dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
                 # Queries of the next step; a branch, which keeps ds from moving above the product.
-                mbarrier.wait(q_here.index(coming), phase, pred=is_more)
+                mbarrier.wait(q_here.index(coming), phase)
                 ds_tile = (p * dp).to(k.dtype)
                 p_tile = p.to(k.dtype)
                 hopper.sync_at(FREE + 2 * HALF + parity)
@@ -248,10 +254,13 @@ def attend(
                 dq = warpgroup_mma_wait(2, deps=(dq,))
                 hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
                 if turn > past:
+                    mbarrier.wait(may_add, (turn - 1 + sums) & 1)
                     hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+                    mbarrier.arrive(added, count=1)
+
                 last_row = row
 
-                # Scores of the next step; after the last one old tiles are read, and nobody looks.
+                # Scores of the next step.
                 queries = q.index(coming).reshape([BLOCK_M, WIDTH])
                 row_lse = lse.index(coming).load(QUERIES) * by_scale
                 s = warpgroup_mma(
@@ -261,7 +270,7 @@ def attend(
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 # Thread by thread; mbarrier.arrive would first wait for all of them.
                 hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
-                mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
+                mbarrier.wait(grads_here.index(coming), phase)
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
                 row_delta = delta.index(coming).load(QUERIES)
                 dp = warpgroup_mma(
@@ -270,18 +279,56 @@ def attend(
                 s = warpgroup_mma_wait(1, deps=(s,))
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
+                is_masked = hopper.read(are_masked.index(coming)) != 0
+
                 p = gl.exp2(s * scale_log2)
-                if turn + 1 < masked_end:
+                if is_masked:
                     q_idx = first_row + q_offset + rows
                     p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
                 # The branch above keeps this wait from moving above the exponentials.
                 dp = warpgroup_mma_wait(0, deps=(dp,))
-            hopper.sync_at(FULL + 2 * OTHER + (end & 1 ^ 1))
-            both_ds = ds_tiles.index(end & 1 ^ 1).permute((1, 0))
+
+            # The last step: there are no scores of another one.
+            stage, parity = (end - 1) % STAGES, end & 1 ^ 1
+            here = hopper.zero_again()
+            k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+            dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
+                HALF * DQ_WIDTH, DQ_WIDTH, dim=1
+            )
+            q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
+            grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
             dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            ds_tile = (p * dp).to(k.dtype)
+            p_tile = p.to(k.dtype)
+            hopper.sync_at(FREE + 2 * HALF + parity)
+            ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
+            fence_async_shared()
+            hopper.arrive_at(FULL + 2 * HALF + parity)
+            dv = warpgroup_mma(
+                gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
+            )
+            dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=(dq,))
+            hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
+            if end - 1 > past:
+                mbarrier.wait(may_add, (end - 2 + sums) & 1)
+                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+                mbarrier.arrive(added, count=1)
+
+            hopper.sync_at(FULL + 2 * OTHER + (parity))
+            both_ds = ds_tiles.index(parity).permute((1, 0))
+            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+            mbarrier.wait(may_add, (end - 1 + sums) & 1)
+            hopper.add_quads(dq_places + row.to(gl.int64) * WIDTH, dq)
+            mbarrier.arrive(added, count=1)
+
             # The other warpgroup's last arrival, so that every barrier ends where it began.
             hopper.sync_at(FREE + 2 * HALF + (end & 1))
             # Neither reads ds any more, whose place dK and dV take. Both have passed this one.
@@ -299,6 +346,8 @@ def attend(
         last = capacity - first_key
         place = [b, h_kv, first_key, 0]
         room = ds_tiles.index(HALF)
+        if SHARED_HEADS:
+            mbarrier.wait(may_add, (end + sums) & 1)
         store_keys(
             dv, room, dv_tiles, place, dv_sum_ptr + key_row * V_WIDTH, spoilt_kv_ptr, last,
             VALUES, SHARED_HEADS,
@@ -307,6 +356,61 @@ def attend(
             dk * scale, room, dk_tiles, place, dk_sum_ptr + key_row * WIDTH, spoilt_kv_ptr, last,
             KEYS, SHARED_HEADS,
         )
+        if SHARED_HEADS:
+            mbarrier.arrive(added, count=1)
+        past = end
+        number += 1
+        mbarrier.wait(keys_here, number & 1)
+        item = hopper.read(work.index(0))
+    hopper.wait_stores(0)
+
+
+@gluon.jit
+def keep_order(
+    first_rows, turns, work, q_here, is_free, keys_here, keys_free, may_add, added,
+    row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARED_HEADS: gl.constexpr,
+):
+    """A warp that tells the warpgroups when it is their turn to add to a row block's dQ, and the
+    next program when they have."""
+    number = 0
+    past = 0
+    mbarrier.wait(keys_here, 0)
+    item = hopper.read(work.index(0))
+    while item < items:
+        end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
+        mbarrier.arrive(keys_free, count=1)
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
+        sums = number if SHARED_HEADS else 0
+        row_turns = row_turns_ptr + (b * heads + h) * (padded_len // BLOCK_M)
+        last_turn = row_turns
+        for turn in range(past, end):
+            stage = turn % STAGES
+            mbarrier.wait(q_here.index(stage), turn // STAGES & 1)
+            row_turn = row_turns + hopper.read(first_rows.index(stage)) // BLOCK_M
+            wanted = hopper.read(turns.index(stage))
+            mbarrier.arrive(is_free.index(stage), count=1)
+            # Looked at while the step before is added: mostly it is this block's turn already.
+            is_early = hopper.turn_at(row_turn) == wanted
+            if turn > past:
+                mbarrier.wait(added, (turn - 1 + sums) & 1)
+            if is_early:
+                mbarrier.arrive(may_add, count=1)
+            if turn > past:
+                hopper.pass_turn(last_turn)
+            if not is_early:
+                hopper.await_turn(row_turn, wanted)
+                mbarrier.arrive(may_add, count=1)
+            last_turn = row_turn + 0
+        if end > past:
+            mbarrier.wait(added, (end - 1 + sums) & 1)
+            hopper.pass_turn(last_turn)
+        if SHARED_HEADS:
+            key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
+            hopper.await_turn(key_turn, h % group)
+            mbarrier.arrive(may_add, count=1)
+            mbarrier.wait(added, (end + sums) & 1)
+            hopper.pass_turn(key_turn)
         past = end
         number += 1
         mbarrier.wait(keys_here, number & 1)
@@ -317,8 +421,8 @@ def attend(
 @gluon.jit(
     do_not_specialize=[
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "items", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset", "scale",
-        "scale_log2"
+        "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset",
+        "scale", "scale_log2"
     ],
     do_not_specialize_on_alignment=[],
 )
@@ -328,6 +432,10 @@ def attention_backward(
     dv_sum_ptr,
     spoilt_kv_ptr,
     next_item_ptr,
+    row_turns_ptr,
+    key_turns_ptr,
+    visits,
+    ranks,
     counts,
     masked_runs,
     full_runs,
@@ -345,6 +453,7 @@ def attention_backward(
     full_width: gl.int32,
     heads: gl.int32,
     items: gl.int32,
+    side: gl.int32,
     group: gl.int32,
     capacity: gl.int32,
     padded_len: gl.int32,
@@ -374,6 +483,8 @@ def attention_backward(
     ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    are_masked = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    turns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     work = gl.allocate_shared_memory(gl.int32, [3, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -382,20 +493,25 @@ def attention_backward(
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # The copies, and what is to do; both warpgroups.
     mbarrier.init(keys_here, count=2)
-    mbarrier.init(keys_free, count=2)
+    mbarrier.init(keys_free, count=3)
+    may_add = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(may_add, count=1)
+    mbarrier.init(added, count=2)
     for stage in gl.static_range(STAGES):
         # The copies, and what else is read of the queries.
         mbarrier.init(q_here.index(stage), count=2)
         mbarrier.init(grads_here.index(stage), count=1)
-        # Every thread of both warpgroups.
-        mbarrier.init(is_free.index(stage), count=256)
+        # Every thread of both warpgroups, and the warp that keeps the order.
+        mbarrier.init(is_free.index(stage), count=257)
     gl.warp_specialize(
         [
             (attend, (
                 q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+                are_masked, may_add, added,
                 q_len,
                 kv_len,
                 q_offset,
@@ -405,7 +521,8 @@ def attention_backward(
                 q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+                are_masked, may_add, added,
                 q_len,
                 kv_len,
                 q_offset,
@@ -417,13 +534,84 @@ def attention_backward(
                 q_here, grads_here, is_free, keys_here, keys_free,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
-                next_item_ptr, items, blocks, heads, group, capacity, padded_len,
-                BLOCK_M, BLOCK_N, TILE_N, STAGES, STEPS,
+                next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
+                are_masked, turns, visits, ranks,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
+            )),
+            (keep_order, (
+                first_rows, turns, work, q_here, is_free, keys_here, keys_free, may_add, added,
+                row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
+                BLOCK_M, STAGES, SHARED_HEADS,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
+
+
+@triton.jit
+def is_visited(state, tile, low, high):
+    """By a row of key tiles, whose first masked run is given: where it has more runs than there is
+    room for, that one holds all tiles between."""
+    return (state != 0) | ((low <= tile) & (tile < high))
+
+
+@triton.jit(
+    do_not_specialize=["q_rows", "kv_rows", "masked_width", "capacity"],
+    do_not_specialize_on_alignment=["q_rows", "kv_rows", "masked_width", "capacity"],
+)
+def order_visits(
+    states,
+    counts,
+    masked_runs,
+    ranks,
+    visits,
+    q_rows: tl.int32,
+    kv_rows: tl.int32,
+    masked_width: tl.int32,
+    capacity: tl.int32,
+    BLOCK_N: tl.constexpr,
+    TILE_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """A row of query tiles: how many blocks of keys add to it before those of each tile, later keys
+    first. A row of key tiles: the tiles of queries that it visits, first ones first, with a bit for
+    masked ones."""
+    line = tl.program_id(0) % (q_rows + kv_rows)
+    grid = (tl.program_id(0) // (q_rows + kv_rows)).to(tl.int64)
+    states += grid * q_rows * kv_rows
+    masked_runs += grid * kv_rows * (2 * masked_width)
+    count = 0
+    if line < q_rows:
+        for first in range(0, kv_rows, CHUNK):
+            tile = kv_rows - 1 - first - tl.arange(0, CHUNK)
+            inside = tile >= 0
+            runs = masked_runs + tile.to(tl.int64) * (2 * masked_width)
+            low = tl.load(runs, mask=inside, other=0)
+            high = tl.load(runs + 1, mask=inside, other=0)
+            state = tl.load(states + line * kv_rows + tile, mask=inside, other=0)
+            size = tl.minimum(
+                tl.cdiv(capacity, BLOCK_N) - tile * (TILE_N // BLOCK_N), TILE_N // BLOCK_N
+            )
+            size = tl.where(inside & is_visited(state, line, low, high), size, 0)
+            before = count + tl.cumsum(size, 0) - size
+            tl.store(ranks + (grid * q_rows + line) * kv_rows + tile, before, mask=inside)
+            count += tl.sum(size, 0)
+    else:
+        line -= q_rows
+        low = tl.load(masked_runs + line * (2 * masked_width))
+        high = tl.load(masked_runs + line * (2 * masked_width) + 1)
+        has_full = tl.load(counts + 3 * (grid * kv_rows + line) + 1) > 0
+        for first in range(0, q_rows, CHUNK):
+            tile = first + tl.arange(0, CHUNK)
+            inside = tile < q_rows
+            state = tl.load(states + tile * kv_rows + line, mask=inside, other=0)
+            is_full = (state == 2) & has_full & ~((low <= tile) & (tile < high))
+            is_listed = inside & is_visited(state, tile, low, high)
+            place = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+            visit = 2 * tile + (~is_full).to(tl.int32)
+            tl.store(visits + (grid * kv_rows + line) * (q_rows + 1) + place, visit, mask=is_listed)
+            count += tl.sum(is_listed.to(tl.int32), 0)
 
 
 @triton.jit(

@@ -30,12 +30,15 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
-def place_of(item, blocks, heads, group):
+def place_of(item, blocks, heads, group, side):
     """Batch element, query head, head of the keys and key block of a piece of work.
 
-    First key blocks first: under causal masks they are the longest."""
-    h = (item // blocks) % heads
-    return item // blocks // heads, h, h // group, item % blocks
+    First key blocks first: under causal masks they are the longest. Those of `side` heads are side
+    by side."""
+    line = item // (blocks * side) * side + item % side
+    block = item // side % blocks
+    h = line % heads
+    return line // heads, h, h // group, block
 
 
 @gluon.jit
@@ -44,7 +47,7 @@ def load(
     q, k, v, grad_out, lse, delta, first_rows, work,
     q_here, grads_here, is_free, keys_here, keys_free,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
-    next_item_ptr, items, blocks, heads, group, capacity, padded_len,
+    next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
     doc_q_tiles,
     q_len,
     kv_len,
@@ -54,8 +57,8 @@ def load(
     doc_stride_0,
     doc_size_1,
     doc_stride_1,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):
     """The warp that loads: for each piece of work its keys and values, and its queries and their
     gradients a few steps ahead. It gets the pieces from a counter, and tells the others."""
@@ -64,7 +67,7 @@ def load(
     past = 0
     item = gl.program_id(0)
     while item < items:
-        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         line = (b * heads + h) * padded_len
         grid = b * schedule_stride_b + h * schedule_stride_h
         schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
@@ -134,7 +137,8 @@ def store_keys(
     sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
-    """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
+    """Rows of dK or dV that are inside, as soon as the store before has left their room; heads
+    that share keys add theirs up in memory."""
     if SHARED_HEADS:
         hopper.add_quads(sum_ptr + quad_offsets(sums.shape[1]), sums)
     else:
@@ -145,12 +149,12 @@ def store_keys(
         tile = room.slice(0, sums.shape[1])._reinterpret(
             room.dtype, [1, 1, sums.shape[0], sums.shape[1]], tiles.layout
         )
+        hopper.wait_stores(0)
+        hopper.barrier()
         tile.reshape(sums.shape).store(sums.to(tile.dtype))
         fence_async_shared()
         hopper.barrier()
         hopper.store_tile(tiles, place, tile)
-        hopper.wait_stores(0)
-        hopper.barrier()
 
 
 @gluon.jit
@@ -168,7 +172,7 @@ def attend(
     doc_q_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
     dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
-    items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+    items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
     q_len,
     kv_len,
     q_offset,
@@ -208,7 +212,7 @@ def attend(
     while item < items:
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
-        b, h, h_kv, block = place_of(item, blocks, heads, group)
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
         dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
@@ -220,7 +224,6 @@ def attend(
         doc_kv = gl.load(doc_ptr + b * doc_stride_0 + doc_kv_at * doc_stride_1)
         if end > past:
             # Of a step before the first: nothing is read, and its dQ isn't added.
-            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
             hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
@@ -239,6 +242,8 @@ def attend(
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             first_row = first_rows.index(first).load(QUERIES)[None, :]
+            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
+
             p = gl.exp2(s * scale_log2)
             if past < masked_end:
                 q_idx = first_row + q_offset + rows
@@ -246,15 +251,15 @@ def attend(
 
                 p = gl.where(is_key & ((kv_idx <= q_idx) & (doc_q == doc_kv)), p, 0.0)
 
-            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
+            # dK of the block before has left from where ds will be.
+            hopper.wait_stores(0)
+            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
             # Not `row`: Triton takes for constant what a turn sets to the value that it has before
             #     the loop.
             last_row = gl.zeros_like(row)
-            for turn in range(past, end):
+            for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES
-                phase, is_more = (turn + 1) // STAGES & 1, turn + 1 < end
-                parity = turn & 1
-                # Made in each turn: there are no registers that keep wgmma's descriptors of them.
+                phase, parity = (turn + 1) // STAGES & 1, turn & 1
                 here = hopper.zero_again()
                 k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
                 v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
@@ -267,7 +272,7 @@ def attend(
                 both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
                 dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
                 # Queries of the next step; a branch, which keeps ds from moving above the product.
-                mbarrier.wait(q_here.index(coming), phase, pred=is_more)
+                mbarrier.wait(q_here.index(coming), phase)
                 ds_tile = (p * dp).to(k.dtype)
                 p_tile = p.to(k.dtype)
                 hopper.sync_at(FREE + 2 * HALF + parity)
@@ -282,9 +287,10 @@ def attend(
                 hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
                 if turn > past:
                     hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+
                 last_row = row
 
-                # Scores of the next step; after the last one old tiles are read, and nobody looks.
+                # Scores of the next step.
                 queries = q.index(coming).reshape([BLOCK_M, WIDTH])
                 row_lse = lse.index(coming).load(QUERIES) * by_scale
                 s = warpgroup_mma(
@@ -294,7 +300,7 @@ def attend(
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 # Thread by thread; mbarrier.arrive would first wait for all of them.
                 hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
-                mbarrier.wait(grads_here.index(coming), phase, pred=is_more)
+                mbarrier.wait(grads_here.index(coming), phase)
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
                 row_delta = delta.index(coming).load(QUERIES)
                 dp = warpgroup_mma(
@@ -303,6 +309,7 @@ def attend(
                 s = warpgroup_mma_wait(1, deps=(s,))
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
+
                 p = gl.exp2(s * scale_log2)
                 if turn + 1 < masked_end:
                     q_idx = first_row + q_offset + rows
@@ -312,11 +319,43 @@ def attend(
 
                 # The branch above keeps this wait from moving above the exponentials.
                 dp = warpgroup_mma_wait(0, deps=(dp,))
-            hopper.sync_at(FULL + 2 * OTHER + (end & 1 ^ 1))
-            both_ds = ds_tiles.index(end & 1 ^ 1).permute((1, 0))
+
+            # The last step: there are no scores of another one.
+            stage, parity = (end - 1) % STAGES, end & 1 ^ 1
+            here = hopper.zero_again()
+            k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+            dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
+                HALF * DQ_WIDTH, DQ_WIDTH, dim=1
+            )
+            q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
+            grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
             dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            ds_tile = (p * dp).to(k.dtype)
+            p_tile = p.to(k.dtype)
+            hopper.sync_at(FREE + 2 * HALF + parity)
+            ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
+            fence_async_shared()
+            hopper.arrive_at(FULL + 2 * HALF + parity)
+            dv = warpgroup_mma(
+                gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
+            )
+            dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+            dq = warpgroup_mma_wait(2, deps=(dq,))
+            hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
+            if end - 1 > past:
+                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+
+            hopper.sync_at(FULL + 2 * OTHER + (parity))
+            both_ds = ds_tiles.index(parity).permute((1, 0))
+            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+            hopper.add_quads(dq_places + row.to(gl.int64) * WIDTH, dq)
+
             # The other warpgroup's last arrival, so that every barrier ends where it began.
             hopper.sync_at(FREE + 2 * HALF + (end & 1))
             # Neither reads ds any more, whose place dK and dV take. Both have passed this one.
@@ -346,14 +385,15 @@ def attend(
         number += 1
         mbarrier.wait(keys_here, number & 1)
         item = hopper.read(work.index(0))
+    hopper.wait_stores(0)
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "items", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset", "scale",
-        "scale_log2", "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1"
+        "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset",
+        "scale", "scale_log2", "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1"
     ],
     do_not_specialize_on_alignment=["doc_ptr"],
 )
@@ -380,6 +420,7 @@ def attention_backward(
     full_width: gl.int32,
     heads: gl.int32,
     items: gl.int32,
+    side: gl.int32,
     group: gl.int32,
     capacity: gl.int32,
     padded_len: gl.int32,
@@ -437,7 +478,7 @@ def attention_backward(
                 doc_q_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
                 q_len,
                 kv_len,
                 q_offset,
@@ -453,7 +494,7 @@ def attention_backward(
                 doc_q_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, padded_len, capacity, scale, scale_log2,
+                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
                 q_len,
                 kv_len,
                 q_offset,
@@ -470,7 +511,7 @@ def attention_backward(
                 q_here, grads_here, is_free, keys_here, keys_free,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
-                next_item_ptr, items, blocks, heads, group, capacity, padded_len,
+                next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
                 doc_q_tiles,
                 q_len,
                 kv_len,
