@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from . import backends, ops
+from . import ahead, backends, ops
 from .call import Call, CallText, autocast, check
 from .calls import ready
+from .calls.first import compile_ahead
 from .calls.known import Known, KnownCalls, key_of
 from .calls.routes import kept_key, route_of, tile_of
 from .check_storage import PageLayout, Storage
@@ -81,6 +82,8 @@ class Attention:
         # Where functions found what they captured, and what was there.
         self._sources: tuple[Source, ...] = ()
         self._captured: list[Any] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            ahead.identify()
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
@@ -200,6 +203,8 @@ class Attention:
             check_fits(schedule, call.bound, call.geometry, call.text)
             known.found_to_fit(schedule)
         route = route_of(known, call, backend, schedule, invariant)
+        tile = route.tile if schedule is None else schedule.block_size
+        compile_ahead(known, call, route, tile, deterministic, invariant)
         made = schedule
         if schedule is None and (not route.decodes or call.bound.spec.mask is not None):
             # Without a mask, the kernel that decodes sees from the lengths what there is to visit.

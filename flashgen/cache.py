@@ -15,7 +15,6 @@ import linecache
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from filelock import FileLock
 from . import __version__
 from .config import config, log
 from .errors import FlashgenError
+from .private import make_private
 
 PACKAGE = "flashgen_generated"
 
@@ -180,7 +180,7 @@ def _holds(path: Path, key: str) -> bool:
 def _publish(path: Path, text: str, key: str) -> Path:
     """Look, lock, look again, write: the file appears whole or not at all."""
     for folder in (path.parent.parent, path.parent):
-        _make_private(folder)
+        make_private(folder)
     if _holds(path, key):
         return path
     with FileLock(path.parent / ".lock", timeout=_LOCK_SECONDS, mode=0o600):
@@ -202,18 +202,6 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _make_private(folder: Path) -> None:
-    """Create a folder for this user only; refuse one where others could put their code."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    # Windows has neither user ids nor these mode bits.
-    user = os.geteuid() if hasattr(os, "geteuid") else status.st_uid
-    if status.st_uid not in (user, 0):
-        raise PermissionError(f"{folder} belongs to another user")
-    if status.st_mode & stat.S_IWOTH and os.name == "posix":
-        raise PermissionError(f"{folder} can be written by everyone")
 
 
 def _publish_privately(folder: Path, error: Exception, file: str, text: str, key: str) -> Path:

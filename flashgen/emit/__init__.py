@@ -19,6 +19,7 @@ from ..lower import Lowered, lower
 from ..lower.widths import size_name
 from ..order import ordered, with_tables
 from ..spec import Spec
+from .bytecode import Bytecode
 from .mask_text import keep_by_key, mask_text
 
 # Indices of the attention loop, as the kernels name them.
@@ -91,6 +92,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        bytecode_cache=Bytecode(),
     )
     made.filters["pack"] = _pack
     made.filters["wrapped"] = _wrapped

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, emit, tune
+from .. import ahead, cache, emit, tune
 from ..config import config
 from ..dropout import Dropout
 from ..errors import FlashgenError
@@ -368,6 +368,11 @@ def launch(
     arguments = [values[name] for name in names]
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    if ahead.is_gathering():
+        with on_device(device):
+            ahead.begin(kernel, arguments, {**constants, **options})
+        return
+    ahead.wait(kernel)
     again = functools.partial(kernel[(programs,)], **constants, **options)
     recorder = tape.recorder()
     with on_device(device), nullcontext() if recorder is None else recorder.launching():

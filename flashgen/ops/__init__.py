@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 # Registers them: a policy of selective checkpointing names them before the first call.
 from . import library  # noqa: F401
 from .eager import again, attention
-from .engine import Engine, Kernels, arguments_of, engine
+from .engine import Engine, Kernels, arguments_of, engine, no_autocast
 from .planned import Planned
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "as_operators",
     "attention",
     "engine",
+    "no_autocast",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

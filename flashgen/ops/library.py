@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .. import ahead
 from ..call import Call, CallText, check
 from ..calls.known import Known, key_of
 from ..config import config
@@ -96,8 +97,27 @@ def _transpose_fake(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    known = form_of(form)
-    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints)
+    known, given = form_of(form), (q, k, v, others, ints)
+    ahead.once(_kind_of(form, q, k, v), q.device, lambda: _forward(known, *given, Tapes()))
+    return _forward(known, *given)
+
+
+def _kind_of(form: str, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    """What kernels depend on beside the form, all but alignment and such."""
+    return form, *((x.shape[-1], x.dtype, x.device) for x in tensors)
+
+
+def _forward(
+    known: Form,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    others: Tensors,
+    ints: Ints,
+    own_tapes: Tapes | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE; `own_tapes`: records instead of those of calls like this one."""
+    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints, own_tapes)
     invariant = _is_invariant(known)
     if config.debug:
         from ..debug import report_clamped
@@ -139,7 +159,23 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `others` that are needed, in this order."""
     known = form_of(form)
-    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints)
+    saved = Saved(q, k, v, out, lse, grad_out, grad_lse)
+    given = (saved, others, ints, needed)
+    kind = (*_kind_of(form, q, k, v), *needed, grad_lse is None)
+    ahead.once(kind, q.device, lambda: _gradients(known, *given, Tapes()))
+    return _gradients(known, *given)
+
+
+def _gradients(
+    known: Form,
+    given: Saved,
+    others: Tensors,
+    ints: Ints,
+    needed: Sequence[bool],
+    own_tapes: Tapes | None = None,
+) -> list[torch.Tensor]:
+    q, k, v, out, lse, grad_out, grad_lse = given
+    call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints, own_tapes)
     arguments = arguments_of(call, schedule, known.deterministic)
     made = engine(choice, call.bound, tapes=tapes, **arguments)
     places = known.places
@@ -244,14 +280,22 @@ def _call(
 
 
 def _scheduled(
-    form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints
+    form: Form,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    others: Tensors,
+    ints: Ints,
+    tapes: Tapes | None,
 ) -> tuple[Call, Schedule, str, Tapes]:
-    """The checked call, its schedule, its backend, and the records of calls like it."""
+    """The checked call, its schedule, its backend, and records: those of calls like it, unless
+    others are given."""
     from .. import backends
 
     call, known, tensors, rest = _call(form, q, k, v, others, ints)
+    tapes = tapes or known.tapes
     if not tensors:
-        tile, tapes = form.block_size, known.tapes
+        tile = form.block_size
         schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text, tapes)
     else:
         schedule = form.schedule_of(call.bound, call.geometry, tensors, rest)
@@ -262,7 +306,7 @@ def _scheduled(
     def choose() -> str:
         return backends.choose_for(form.backend, call, schedule).name
 
-    return call, schedule, known.once(schedule.block_size, choose), known.tapes
+    return call, schedule, known.once(schedule.block_size, choose), tapes
 
 
 def _is_invariant(form: Form) -> bool:

@@ -1,0 +1,91 @@
+"""Kernels are compiled side by side before they are launched, and launches find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashgen import ahead, cache, launch
+from flashgen.aot import compiling_for
+from flashgen.tiling import Tiling
+
+TEXT = """# Adds a number, {number}, of which each module has its own.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["n"])
+def add(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(x_ptr + i, x + {number}, mask=i < n)
+"""
+NAMES = ("x_ptr", "n")
+
+
+def kernel(number: int) -> Any:
+    text = TEXT.format(number=number)
+    return cache.module(f"add_{number}", text, launch.key_parts()).add
+
+
+def launched(made: Any, dtype: torch.dtype = torch.float32) -> None:
+    values = {"x_ptr": torch.empty(8, dtype=dtype), "n": 8}
+    launch.launch(made, NAMES, values, {"BLOCK": 16}, Tiling(0, 0, 4, 1), 1)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Compiling as if for a GPU; the names of what was compiled."""
+    from triton import knobs
+
+    found: list[str] = []
+    monkeypatch.setattr(ahead, "_is_watched", lambda device: False)
+    monkeypatch.setattr(ahead, "_seen", set())
+    monkeypatch.setattr(ahead, "_promised", {})
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, **_: found.append(src.fn.__module__)
+    )
+    return found
+
+
+def test_what_work_would_launch_is_compiled(compiled: list[str]) -> None:
+    kernels = [kernel(number) for number in (1, 2, 3)]
+    with compiling_for("sm_90"):
+        ahead.once("kind", torch.device("cpu"), lambda: [launched(x) for x in kernels])
+        assert len(ahead._promised) == 3
+        for one in kernels:
+            ahead.wait(one)
+        assert not ahead._promised
+        assert sorted(compiled) == sorted(x.fn.__module__ for x in kernels)
+        for one in kernels:
+            found = one.warmup(torch.empty(8), 8, BLOCK=16, grid=(1,), num_warps=4, num_stages=1)
+            assert b"add" in found.asm["cubin"]
+        assert len(compiled) == 3, "a launch compiled again"
+
+
+def test_a_kind_is_gone_through_once(compiled: list[str]) -> None:
+    turns: list[int] = []
+    for turn in range(3):
+        ahead.once("kind", torch.device("cpu"), lambda turn=turn: turns.append(turn))
+    assert turns == [0]
+
+
+def test_a_compiler_that_fails_says_so_where_its_kernel_is_launched(compiled: list[str]) -> None:
+    text = TEXT.format(number=4).replace("i < n", "i < nowhere")
+    broken = cache.module("broken", text, launch.key_parts()).add
+    with compiling_for("sm_90"):
+        ahead.once("kind", torch.device("cpu"), lambda: launched(broken))
+        with pytest.raises(Exception, match="nowhere"):
+            ahead.wait(broken)
+
+
+def test_nothing_is_gathered_afterwards(compiled: list[str]) -> None:
+    def fail() -> None:
+        raise ValueError("work that fails")
+
+    with pytest.raises(ValueError, match="work that fails"):
+        ahead.once("kind", torch.device("cpu"), fail)
+    assert not ahead.is_gathering()
