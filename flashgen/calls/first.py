@@ -26,11 +26,12 @@ def compile_ahead(
     invariant: bool,
 ) -> None:
     """Begin to compile what a call launches on a schedule of this tile, unless that was done."""
-    asked = ("ahead", route.backend, route.decodes, tile, _needed(call), deterministic, invariant)
+    needed = _needed(call)
+    asked = ("ahead", route.backend, route.decodes, tile, needed, deterministic, invariant)
 
     def begin() -> bool:
         key = (*asked, *_kind_of(call))
-        work = functools.partial(_go_through, call, route, tile, deterministic, invariant)
+        work = functools.partial(_go_through, call, route, tile, needed, deterministic, invariant)
         ahead.once(key, call.q.device, work)
         return True
 
@@ -57,7 +58,12 @@ def _needed(call: Call) -> tuple[bool, ...]:
 
 
 def _go_through(
-    call: Call, route: Route, tile: tuple[int, int], deterministic: bool, invariant: bool
+    call: Call,
+    route: Route,
+    tile: tuple[int, int],
+    needed: tuple[bool, ...],
+    deterministic: bool,
+    invariant: bool,
 ) -> None:
     """The call on a schedule of its own, which is dropped, with results that nobody sees."""
     with torch.no_grad():
@@ -73,6 +79,6 @@ def _go_through(
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         with ops.no_autocast(q.device):
             out, lse = engine.forward(q, k, v, call.sinks, call.data)
-            if needed := _needed(call):
+            if needed:
                 saved = Saved(q, k, v, out, lse, torch.empty_like(out), None)
                 engine.backward(saved, call.sinks, call.data, needed)
