@@ -324,6 +324,17 @@ def test_score_functions(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("| flashgen, portable | 2.000 | 1.000 | 1.00 |") == 4
 
 
+@pytest.mark.usefixtures("on_a_cpu")
+def test_a_failure_of_flashgen_is_no_peers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scores, "BACKENDS", {gpu.OURS: "auto", scores.PORTABLE: "portable"})
+    assert bench.main(["scores", "--rounds", "1", "--lengths", "128", "--only", "plain"]) == 1
+    told = capsys.readouterr()
+    assert "plain: flashgen, portable fails: FlashgenError" in told.err.splitlines()[-1]
+    assert "| flashgen | 2.000 |" in told.out
+
+
 def test_overheads() -> None:
     rows = [
         *rows_of("D=64 S=8 plain", {"FlexAttention": Times(4.0, 8.0), "flashgen": Times(2.0, 4.0)}),

@@ -39,24 +39,25 @@ class GpuRow(Row):
 
 @dataclass
 class Prepared:
-    """What computes a piece of work, compiled; who fails, and how; pairs that attend."""
+    """What computes a piece of work, compiled; pairs that attend; who fails: peers, and flashgen,
+    which may not."""
 
     work: Any
     sides: dict[str, Side]
     counted: Counted
     failed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     def run_once(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compile, in both directions. A peer that fails is left out; flashgen may not."""
+        """Compile, in both directions. What fails is left out."""
         taken = []
         for name, side in list(self.sides.items()):
             start = time.perf_counter()
             try:
                 side.results(tensors, tensors[0])
             except Exception as error:
-                if name == OURS:
-                    raise
-                self.failed.append(f"{name} fails: {told(error)}")
+                told_of = self.wrong if name.startswith(OURS) else self.failed
+                told_of.append(f"{name} fails: {told(error)}")
                 del self.sides[name]
             taken.append(f"{name} {time.perf_counter() - start:.1f} s")
             torch.cuda.empty_cache()
@@ -65,12 +66,13 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of the sides of a piece of work, the operations of a forward, and what went wrong."""
+    """Times of the sides of a piece of work, the operations of a forward, which peers failed, and
+    what is wrong: results that differ, or flashgen's own failure."""
 
     times: Mapping[str, Times]
     flops: float
     failed: Sequence[str]
-    differing: Sequence[str]
+    wrong: Sequence[str]
 
 
 def title() -> str:
@@ -140,12 +142,12 @@ def measure(prepared: Prepared, rounds: int) -> Measured:
     """Times of what was prepared, after results were compared."""
     tensors = prepared.work.tensors()
     grad = torch.randn_like(tensors[0])
-    differing = differences(prepared.sides, tensors, grad)
+    wrong = [*prepared.wrong, *differences(prepared.sides, tensors, grad)]
     found = times(prepared.sides, tensors, grad, rounds)
     flops = prepared.work.flops(prepared.counted.pairs)
     del tensors, grad
     torch.cuda.empty_cache()
-    return Measured(found, flops, prepared.failed, differing)
+    return Measured(found, flops, prepared.failed, wrong)
 
 
 def gather(found: Iterable[tuple[str, Measured | None, str]]) -> list[GpuRow]:
@@ -156,12 +158,12 @@ def gather(found: Iterable[tuple[str, Measured | None, str]]) -> list[GpuRow]:
     for work, measured, problem in found:
         # Asked when the others have compiled.
         rate = rate or matmul_rate()
-        wrong = [problem] if measured is None else list(measured.differing)
-        told = [] if measured is None else list(measured.failed)
-        for line in [*told, *wrong]:
+        wrong = [problem] if measured is None else list(measured.wrong)
+        failed = [] if measured is None else list(measured.failed)
+        for line in [*failed, *wrong]:
             print(f"{work}: {line}", file=sys.stderr, flush=True)
         problems += [f"{work}: {line}" for line in wrong]
-        if measured is not None:
+        if measured is not None and measured.times:
             own = list(rows_with_rates(rows_of(work, measured.times), measured.flops, rate))
             rows += own
             for row in own:
@@ -202,16 +204,15 @@ def show(rows: Sequence[GpuRow]) -> None:
 
 def print_rows(rows: Sequence[GpuRow]) -> None:
     """A table of Markdown: ms, TFLOP/s, the share of a matrix product's rate, and how many times as
-    fast as the first backend, in both directions."""
+    fast as FlexAttention, in both directions."""
     one = ("ms", "TFLOP/s", "of matmul", "x")
-    bases: dict[str, GpuRow] = {}
+    bases = {row.work: row for row in rows if row.backend == peers.TRITON}
     lines = []
     for row in rows:
-        base = bases.setdefault(row.work, row)
-        forward = _cells(row.forward_ms, row.forward_tflops, row.forward_share, base.forward_ms)
-        backward = _cells(
-            row.backward_ms, row.backward_tflops, row.backward_share, base.backward_ms
-        )
+        base = bases.get(row.work)
+        ms, backward_ms = (base.forward_ms, base.backward_ms) if base else (None, None)
+        forward = _cells(row.forward_ms, row.forward_tflops, row.forward_share, ms)
+        backward = _cells(row.backward_ms, row.backward_tflops, row.backward_share, backward_ms)
         lines.append((row.work, row.backend, *forward, *backward))
     print_markdown(("work", "backend", *one, *(f"backward {x}" for x in one)), lines)
 

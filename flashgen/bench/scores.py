@@ -128,12 +128,13 @@ def show(rows: Sequence[ScoreRow]) -> None:
     """Print the rows as Markdown."""
     print(f"{title()}\n")
     one = ("ms", "over plain", "x")
-    bases: dict[str, ScoreRow] = {}
+    bases = {row.work: row for row in rows if row.backend == peers.TRITON}
     lines = []
     for row in rows:
-        base = bases.setdefault(row.work, row)
-        forward = _cells(row.forward_ms, row.forward_over, base.forward_ms)
-        backward = _cells(row.backward_ms, row.backward_over, base.backward_ms)
+        base = bases.get(row.work)
+        ms, backward_ms = (base.forward_ms, base.backward_ms) if base else (None, None)
+        forward = _cells(row.forward_ms, row.forward_over, ms)
+        backward = _cells(row.backward_ms, row.backward_over, backward_ms)
         lines.append((row.work, row.backend, *forward, *backward))
     print_markdown(("work", "backend", *one, *(f"backward {x}" for x in one)), lines)
 
