@@ -56,6 +56,11 @@ def once(key: Any, device: torch.device, work: Callable[[], Any]) -> None:
     gathering = _gathering.set(device)
     try:
         work()
+    except torch.OutOfMemoryError:
+        # Gone through ahead, a backward holds its buffers when less may be free than later.
+        log("launch").info(
+            "no memory to compile side by side; kernels compile as they are launched"
+        )
     finally:
         _gathering.reset(gathering)
         active.reset(mode)

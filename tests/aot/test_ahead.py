@@ -89,3 +89,11 @@ def test_nothing_is_gathered_afterwards(compiled: list[str]) -> None:
     with pytest.raises(ValueError, match="work that fails"):
         ahead.once("kind", torch.device("cpu"), fail)
     assert not ahead.is_gathering()
+
+
+def test_memory_that_is_short_is_no_error(compiled: list[str]) -> None:
+    def fill() -> None:
+        raise torch.OutOfMemoryError
+
+    ahead.once("kind", torch.device("cpu"), fill)
+    assert not ahead.is_gathering()
