@@ -278,3 +278,18 @@ def store_rows(  # type: ignore[no-untyped-def]
     if first + x.shape[1] > width:
         kept = kept & (columns < width // 2)
     gl.store(pointer.to(gl.pointer_type(gl.int32), bitcast=True) + places, pairs, mask=kept)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def store_parted_rows(  # type: ignore[no-untyped-def]
+    pointer, x, starts, inside, dtype: gl.constexpr, width: gl.constexpr
+):
+    """The same where rows begin at `starts`, multiples of 8."""
+    layout: gl.constexpr = wide_rows(x.shape[1])
+    pairs = gl.convert_layout(pack(x, dtype), layout)
+    columns = gl.arange(0, x.shape[1] // 2, gl.SliceLayout(0, layout))[None, :]
+    starts = gl.convert_layout(starts, gl.SliceLayout(1, layout))[:, None] // 8 * 4
+    places = starts + columns
+    kept = gl.convert_layout(inside, gl.SliceLayout(1, layout))[:, None]
+    kept = kept & (columns < width // 2)
+    gl.store(pointer.to(gl.pointer_type(gl.int32), bitcast=True) + places, pairs, mask=kept)

@@ -54,6 +54,8 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
         made.append(plan.generate(spec, planning).generated)
+    if choice.name == "hopper" and variant.packed:
+        made.append(plan.queueing())
     listing = emit_decode.visiting() if kernel.decodes else plan.compaction(variant.packed)
     return [*made, listing]
 

@@ -230,6 +230,15 @@ def _store_rows(
     _store(pointer + (rows[:, None] * width + columns), x.to(dtype), mask=kept)
 
 
+def _store_parted_rows(
+    pointer: Pointer, x: torch.Tensor, starts: Any, inside: Any, dtype: Any, width: int
+) -> None:
+    columns = torch.arange(x.shape[1])
+    assert (starts % 8 == 0).all()
+    kept = inside[:, None] & (columns < width)
+    _store(pointer + (starts[:, None] + columns), x.to(dtype), mask=kept)
+
+
 def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     a = a.data if isinstance(a, Shared) else a
     product = a.float() @ b.data.float()
@@ -373,7 +382,8 @@ class Machine:
             note=lambda place, x: place.data.fill_(int(x)),
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
-            store_rows=_store_rows, PropagateNan=None, place_keys=lambda first, keys: first + keys,
+            store_rows=_store_rows, store_parted_rows=_store_parted_rows,
+            PropagateNan=None, place_keys=lambda first, keys: first + keys,
             opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

@@ -71,12 +71,17 @@ def test_what_is_in_the_way(changes: dict[str, Any], why: str) -> None:
     assert why in reason(**changes)
 
 
-def test_packed_sequences_are_in_the_way() -> None:
+def test_packed_sequences() -> None:
     q = torch.empty(40, 2, 64, dtype=HALF)
     ends = torch.tensor([0, 30, 40], dtype=torch.int32)
     lens = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
     packed = fg.Attention(masks.causal)._check_look(q, q, q, dict(lens))
-    assert "packed" in reason(bound=packed.bound, geometry=packed.geometry)
+    given = {"bound": packed.bound, "geometry": packed.geometry}
+    assert not reason(**given)
+    assert "256 keys" in reason(**given, block_size=(128, 256))
+    text = look.source(packed, Choice("hopper", "asked for"), Kernel("forward", ""))
+    for kernel in ("attend", "repair_rows", "queue"):
+        assert f"def {kernel}(" in text
 
 
 def test_steps_of_small_head_dimensions_are_loaded_further_ahead() -> None:

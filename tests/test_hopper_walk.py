@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES
 from hopper_machine import Machine, Tiles
+from stored import Sequences
 
 import flashgen as fg
 from flashgen import hopper, launch, masks
@@ -37,11 +37,22 @@ def walk(
     schedule = attend.schedule(q, k, v, block_size=(tile, key_tile), **planned)
     out, lse = attend(q, k, v, backend="cpu", return_lse=True, **data)
     bound, geometry = spell(call.bound), call.geometry
-    padded = math.ceil(q.shape[2] / tile) * tile
+    packing = geometry.packing
+    if packing is not None:
+        out, lse, grad = out.transpose(0, 1)[None], lse[None], grad.transpose(0, 1)[None]
+    # Packed tensors are views from here on.
+    q, k, v = call.q, call.k, call.v
+    padded = schedule.states.shape[2] * tile
+    places = torch.arange(q.shape[2])
+    if packing is not None:
+        b = torch.repeat_interleave(torch.arange(packing.batch), packing.q_lens)
+        places = packing.first_rows(tile)[b] * tile + places[: len(b)] - packing.cu_q[b]
+    lse, own = lse.float(), (out.float() * grad.float()).sum(-1)
+    lse, own = lse[..., : len(places)], own[..., : len(places)]
     rows = torch.full((*lse.shape[:2], padded), torch.inf)
-    rows[..., : lse.shape[2]] = torch.where(lse == -torch.inf, torch.inf, lse.float() * LOG2E)
+    rows[..., places] = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
     delta = torch.zeros_like(rows)
-    delta[..., : lse.shape[2]] = (out.float() * grad.float()).sum(-1)
+    delta[..., places] = own
     changed = call.bound.spec.score is not None or call.softcap is not None
     values = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "grad_out_ptr": grad, "lse_log2_ptr": rows,
@@ -52,6 +63,9 @@ def walk(
         **_key_schedule(schedule),
         "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.width_of(q.shape[-1])),
     }  # fmt: skip
+    if packing is not None:
+        queued = {"queue_ptr": schedule.queue(by_key=True), "total_kv": packing.total_kv}
+        values |= {**queued, "q_sequences_ptr": schedule.q_sequences}
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     made = launch_hopper_backward.generate(bound.spec, variant, ordered)
     machine = Machine(made.text)
@@ -61,10 +75,12 @@ def walk(
     monkeypatch.setattr(launch_hopper_backward, "launch", machine.launch)
     monkeypatch.setattr(launch_hopper_backward, "multiprocessors", lambda _: 3)
     monkeypatch.setattr(hopper, "descriptor", Tiles)
-    grads = [torch.full_like(x, torch.nan) for x in tensors]
+    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     flags = launch_hopper_backward.backward(
         bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered
     )
+    if packing is not None:
+        grads = [x[0].transpose(0, 1) for x in grads]
     return grads, flags
 
 
@@ -175,6 +191,75 @@ def test_rows_of_more_runs_than_there_is_room_for_in_order(monkeypatch: pytest.M
 def test_negative_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, grad = inputs(1, 1, 1, 130, 130, 128, 128)
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, scale=-0.2)
+
+
+Q_LENS, KV_LENS = [0, 1, 300, 64, 129, 7, 40], [5, 1, 300, 200, 300, 0, 128]
+
+
+@fg.attention(mask=lit)
+def by_sequence(score, b, q_idx, kv_idx, gate: fg.Tensor):
+    return score * gate[b, q_idx]
+
+
+PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "causal": (fg.Attention(masks.causal), {}),
+    "full": (fg.Attention(softcap=9.0), {}),
+    "data": (
+        by_sequence,
+        {
+            "doc": torch.arange(600).expand(7, -1) // torch.arange(20, 90, 10)[:, None],
+            "near": torch.randint(0, 600, (600,)),
+            "seen": torch.rand(600) < 0.9,
+            "gate": torch.rand(7, 600),
+            "q_offset": torch.arange(7) * 9,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "head_dim", "tile"),
+    [
+        ("causal", 2, 64, 192),
+        pytest.param("causal", 4, 128, 128, marks=pytest.mark.slow),
+        ("full", 4, 40, 128),
+        pytest.param("full", 2, 128, 128, marks=pytest.mark.slow),
+        ("data", 4, 64, 192),
+    ],
+)
+def test_packed(
+    monkeypatch: pytest.MonkeyPatch, name: str, kv_heads: int, head_dim: int, tile: int
+) -> None:
+    """Sequences of all lengths, and rows behind the last one: zeros."""
+    attend, data = PACKED[name]
+    sequences = Sequences.random(Q_LENS, KV_LENS, 4, kv_heads, head_dim, None, torch.float16)
+    tensors, places = sequences.packed()
+    behind = [torch.cat([x, torch.full_like(x[:3], torch.nan)]) for x in tensors]
+    behind[0][-3:] = 1.0
+    tensors = [x.requires_grad_() for x in behind]
+    grad = torch.randn_like(tensors[0])
+    check(monkeypatch, attend, tensors, grad, tile=tile, **data, **places)
+
+
+def test_packed_neighbours_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile that reaches into them is flagged, if it isn't finite; dQ never needs that."""
+    sequences = Sequences.random([300, 200], [300, 200], 2, 2, 64, None, torch.float16)
+    tensors, places = sequences.packed()
+    grad = torch.randn_like(tensors[0])
+    attend = fg.Attention(masks.causal)
+    tensors = [x.requires_grad_() for x in tensors]
+    right = torch.autograd.grad(attend(*tensors, backend="cpu", **places), tensors, grad)
+    spoilt = [x.detach().clone() for x in tensors]
+    for x in (*spoilt, grad):
+        x[300:] = torch.nan
+    got, flags = walk(monkeypatch, attend, spoilt, grad, **places)
+    torch.testing.assert_close(got[0][:300], right[0][:300], rtol=2e-2, atol=2e-2)
+    assert flags["q"][0, :, :3].sum() == 0
+    for mine, exact in zip(got[1:], right[1:], strict=True):
+        finite = mine[:300].isfinite().all(-1).all(-1)
+        torch.testing.assert_close(mine[:300][finite], exact[:300][finite], rtol=2e-2, atol=2e-2)
+        is_flagged = flags["kv"][0, 0, :3].bool().repeat_interleave(128)[:300]
+        assert (finite | is_flagged).all()
 
 
 @pytest.mark.parametrize("tile", [192, 256])

@@ -85,7 +85,7 @@ def test_planning_forward_and_backward(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("q_offset", [None, torch.tensor([0, 1, 2])], ids=["last", "each"])
-def test_forward_on_hopper(launched: list[str], name: str, q_offset: Any) -> None:
+def test_on_hopper(launched: list[str], name: str, q_offset: Any) -> None:
     call, tensors = call_of(name, "packed", q_offset)
     given = {**_arguments(call, "packed"), **CASES[name][1], "q_offset": q_offset}
     made = CASES[name][0].schedule(*tensors, block_size=(192, 128), **given)
@@ -93,6 +93,10 @@ def test_forward_on_hopper(launched: list[str], name: str, q_offset: Any) -> Non
     assert out.stride()[1:] == call.q.stride()[1:]
     assert lse.shape == call.q.shape[:3]
     assert launched == ["attention_forward", "repair_rows"]
+    launched.clear()
+    torch.autograd.grad(out.sum(), tensors)
+    kernels = ["prepare_rows", "attention_backward", "finish_queries", "finish_keys"]
+    assert launched == [*kernels, "attention_backward_q", "attention_backward_kv"]
 
 
 def _arguments(call: Call, keys: str) -> dict[str, Any]:

@@ -88,7 +88,8 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
             early=max(variant.head_dim, variant.v_head_dim) <= 64,
             shipped=math.shipped,
             load_arguments=_load_arguments(spec, variant, math.shipped),
-            positions=[bare(a) for a in position_arguments(variant)],
+            packed=variant.packed,
+            positions=[bare(a) for a in _positions(variant)],
             v_width=width_of(variant.v_head_dim),
             head_dim=variant.head_dim,
             v_head_dim=variant.v_head_dim,
@@ -103,7 +104,7 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
     )
     names = (tuple(map(bare, each)) for each in arguments)
     ending = "hopper_bwd_ordered" if ordered else "hopper_bwd"
-    return Module(f"{name}_{ending}", tidy(text), *names)
+    return Module(f"{name}{variant.suffix}_{ending}", tidy(text), *names)
 
 
 def width_of(head_dim: int) -> int:
@@ -155,7 +156,7 @@ def _lower_score(spec: Spec, variant: Variant, mask: Lowered) -> Lowered:
 def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]:
     """What the warp that loads reads to load values of queries."""
     lines = (*shipped.key_lines, *shipped.query_lines)
-    names = map(bare, [*position_arguments(variant), *data_arguments(spec, variant)])
+    names = map(bare, [*_positions(variant), *data_arguments(spec, variant)])
     return list(names) if lines else []
 
 
@@ -178,6 +179,12 @@ _ORDER = ["states", "counts", "masked_runs", "ranks", "visits"]
 _ORDER += [f"{name}: tl.int32" for name in ("q_rows", "kv_rows", "masked_width", "capacity")]
 
 
+def _positions(variant: Variant) -> list[str]:
+    """Arguments for lengths and positions; packed: lengths come with the queue."""
+    arguments = position_arguments(variant)
+    return [a for a in arguments if a.startswith("q_offset")] if variant.packed else arguments
+
+
 def _strides(*letters: str) -> list[str]:
     return [f"stride_{letter}{dim}: tl.int64" for letter in letters for dim in "bhs"]
 
@@ -190,16 +197,27 @@ def _arguments(
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
-    attention += ["items: tl.int32", "side: tl.int32"]
-    attention += ["group: tl.int32", "capacity: tl.int32", "padded_len: tl.int32"]
-    attention += position_arguments(variant)
+    if variant.packed:
+        attention += ["grad_k_ptr", "grad_v_ptr", *_strides("dk", "dv"), "queue_ptr"]
+    else:
+        attention += ["items: tl.int32"]
+    extent = "kv_rows: tl.int32" if variant.packed else "capacity: tl.int32"
+    attention += ["side: tl.int32", "group: tl.int32", extent, "padded_len: tl.int32"]
+    attention += _positions(variant)
     attention += ["scale: tl.float32", "scale_log2: tl.float32"]
     attention += ["softcap: tl.float32"] if spec.softcap else []
     attention += data_arguments(spec, variant)
     queries = ["dq_sum_ptr", "grad_q_ptr", "spoilt_q_ptr", *_strides("dq"), "heads: tl.int32"]
     queries += ["q_len: tl.int32", "padded_len: tl.int64", "scale: tl.float32"]
     keys = ["dk_sum_ptr", "dv_sum_ptr", "grad_k_ptr", "grad_v_ptr", "spoilt_kv_ptr"]
-    keys += [*_strides("dk", "dv"), "kv_heads: tl.int32", "capacity: tl.int32"]
+    keys += [*_strides("dk", "dv"), "kv_heads: tl.int32", extent]
+    if variant.packed:
+        places = ["cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"]
+        queries += ["q_sequences_ptr", *places, "grad_k_ptr", "grad_v_ptr", *_strides("dk", "dv")]
+        queries += ["kv_heads: tl.int32", "batch: tl.int32"]
+        queries += ["total_q: tl.int32", "total_kv: tl.int32"]
+        queries.remove("q_len: tl.int32")
+        keys += ["sequences_ptr", "cu_seqlens_kv_ptr"]
     return attention, queries, keys
 
 

@@ -105,11 +105,11 @@ def backward(
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, wanted, bound, geometry, schedule, scale, dropout is not None
+        saved, wanted, bound, geometry, schedule, scale, dropout is not None, deterministic
     )
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
-    grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry)
+    grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry, on_hopper)
     if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout, on_hopper)
@@ -143,11 +143,12 @@ def _obstacle_to_hopper(
     schedule: Schedule,
     scale: float,
     dropout: bool,
+    ordered: bool,
 ) -> str:
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size
     problem = launch_hopper_backward.obstacle(
-        bound, geometry, dims, saved.q.dtype, size, wanted, scale, dropout
+        bound, geometry, dims, saved.q.dtype, size, wanted, scale, dropout, ordered
     )
     tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -155,17 +156,22 @@ def _obstacle_to_hopper(
 
 
 def _allocate(
-    saved: Saved, wanted: Wanted, kernels: Wanted, bound: Bound, geometry: Geometry
+    saved: Saved,
+    wanted: Wanted,
+    kernels: Wanted,
+    bound: Bound,
+    geometry: Geometry,
+    on_hopper: bool,
 ) -> Gradients:
     """Buffers for the kernels to write; zeros for what they leave out or add to.
 
-    Packed: rows behind the last sequence are left out."""
-    is_packed = geometry.packing is not None
+    Packed: portable kernels leave out rows behind the last sequence."""
+    is_whole = geometry.packing is None or on_hopper
 
     def like(x: torch.Tensor, is_wanted: bool, is_written: bool) -> torch.Tensor | None:
         if not is_wanted:
             return None
-        is_filled = is_written and not is_packed
+        is_filled = is_written and is_whole
         made = torch.empty_like(x) if is_filled else torch.zeros_like(x)
         return made if made.stride(-1) == 1 else made.contiguous()
 
@@ -298,10 +304,15 @@ class _Run:
         assert grads.q is not None
         assert grads.k is not None
         assert grads.v is not None
+        values = {**self.values, **_key_schedule(self.schedule)}
+        if (packing := self.geometry.packing) is not None:
+            values["queue_ptr"] = self.schedule.queue(by_key=True)
+            values["q_sequences_ptr"] = self.schedule.q_sequences
+            values["total_kv"] = packing.total_kv
         self.spoilt = launch_hopper_backward.backward(
             self.spec,
             self.variant,
-            {**self.values, **_key_schedule(self.schedule)},
+            values,
             self.geometry,
             self.schedule.block_size,
             (grads.q, grads.k, grads.v),

@@ -36,10 +36,15 @@ def obstacle(
     wanted: Wanted,
     scale: float,
     dropout: bool = False,
+    ordered: bool = False,
 ) -> str:
-    """Why the portable backward runs instead; empty where Hopper's does."""
-    if not geometry.is_dense:
-        return "it reads neither packed sequences nor pages"
+    """Why the portable backward runs instead; empty where Hopper's does.
+
+    `ordered`: sums must have a fixed order."""
+    if geometry.pages is not None:
+        return "it reads no pages"
+    if geometry.packing is not None and ordered:
+        return "it adds up gradients of packed sequences in no fixed order"
     if dropout:
         return "it drops no weights"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -50,6 +55,8 @@ def obstacle(
         return f"rows of {head_dims} numbers aren't multiples of 16 bytes"
     if block_size[0] % BLOCK_M or block_size[1] % BLOCK_N:
         return f"tiles of {block_size[0]} x {block_size[1]} hold no {BLOCK_M} x {BLOCK_N}"
+    if geometry.packing is not None and block_size[1] != BLOCK_N:
+        return f"packed tiles of {block_size[1]} keys aren't {BLOCK_N}"
     if wanted.data:
         return f"it computes no gradient of data ({', '.join(wanted.data)})"
     if scale == 0:
@@ -95,7 +102,7 @@ def backward(
     `values`: what the portable kernels take, LSE and delta of each row prepared, a sum of dQ that
     is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns which
     tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
-    int32, not 0 for these."""
+    int32, not 0 for these; packed: tiles of all sequences, B = 1."""
     module, made = _module(spec, variant, ordered, key_parts())
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {
@@ -103,32 +110,38 @@ def backward(
         "STAGES": stages_of(variant.head_dim, variant.v_head_dim),
         "SHARED_HEADS": geometry.group > 1,
     }  # fmt: skip
-    items = math.ceil(geometry.kv_len / BLOCK_N) * geometry.batch * geometry.heads
-    values = {**values, **_descriptors(values, variant, grads), **sums.kernel_values}
-    values |= {"items": items, "side": _side(values, variant, geometry)}
+    blocks, batch = math.ceil(geometry.kv_len / BLOCK_N), geometry.batch
+    if geometry.packing is not None:
+        # At most; only the device knows how many of them hold keys.
+        blocks, batch = values["kv_rows"], 1
+    items = blocks * batch * geometry.heads
+    values = {**values, **_descriptors(values, variant, grads), **sums.values}
+    values |= {"items": items, "side": _side(values, variant, batch * geometry.heads)}
+    values["batch"] = geometry.batch
     if ordered:
         values |= _order_visits(module, made, values, geometry, block_size)
     programs = min(items, multiprocessors(geometry.device))
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
-    values |= sums.finish_values
-    programs = values["padded_len"] // 64 * geometry.batch * geometry.heads
+    programs = values["padded_len"] // 64 * batch * geometry.heads
     constants = {"TILE_M": block_size[0]}
     launch(module.finish_queries, made.queries, values, constants, _FINISH, programs)
     if geometry.group > 1:
         programs = math.ceil(geometry.kv_len / 64) * geometry.batch * geometry.kv_heads
+        if geometry.packing is not None:
+            programs = blocks * (BLOCK_N // 64) * geometry.kv_heads
         constants = {"BLOCK_N": BLOCK_N, "TILE_N": block_size[1]}
         launch(module.finish_keys, made.keys, values, constants, _FINISH, programs)
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
 
 
-def _side(values: Mapping[str, Any], variant: emit.Variant, geometry: Geometry) -> int:
+def _side(values: Mapping[str, Any], variant: emit.Variant, lines: int) -> int:
     """How many heads' key blocks are taken side by side.
 
     So the last ones of all are short, and blocks that wait for each other start apart. What is read
     and added to of these heads should stay in the L2 cache."""
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     size = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
-    lines, most = geometry.batch * geometry.heads, max(1, min(8, _SIDE_BYTES // size))
+    most = max(1, min(8, _SIDE_BYTES // size))
     return next(n for n in range(most, 0, -1) if lines % n == 0)
 
 
@@ -179,16 +192,13 @@ class _Sums:
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         device = geometry.device
-        q_tiles, kv_tiles = (
-            math.ceil(n / size)
-            for n, size in zip((geometry.q_len, geometry.kv_len), block_size, strict=True)
-        )
+        batch, q_tiles, kv_tiles = _tiles(values, geometry, block_size)
         shapes = (geometry.heads, q_tiles), (geometry.kv_heads, kv_tiles)
         self.spoilt_q, self.spoilt_kv, next_item = _counters(
-            device, *((geometry.batch, *shape) for shape in shapes), (1,)
+            device, *((batch, *shape) for shape in shapes), (1,)
         )
         dq, dk, dv = grads
-        self.finish_values = {
+        self.values = {
             "grad_q_ptr": dq, "grad_k_ptr": dk, "grad_v_ptr": dv,
             "spoilt_q_ptr": self.spoilt_q, **strides("dq", dq), **strides("dk", dk),
             **strides("dv", dv),
@@ -196,15 +206,27 @@ class _Sums:
         self.k = self.v = values["dq_sum_ptr"]
         if geometry.group > 1:
             # Whole blocks of keys, those beyond the last one too.
-            rows = geometry.batch * geometry.kv_heads * -(-geometry.kv_len // BLOCK_N) * BLOCK_N
+            blocks = -(-geometry.kv_len // BLOCK_N) if geometry.packing is None else kv_tiles
+            rows = batch * geometry.kv_heads * blocks * BLOCK_N
             widths = (width_of(d) for d in (variant.head_dim, variant.v_head_dim))
             self.k, self.v = (torch.zeros(rows, width, device=device) for width in widths)
-        self.kernel_values = {
-            "dk_sum_ptr": self.k, "dv_sum_ptr": self.v,
-            "spoilt_kv_ptr": self.spoilt_kv,
+        self.values |= {
+            "dk_sum_ptr": self.k, "dv_sum_ptr": self.v, "spoilt_kv_ptr": self.spoilt_kv,
             "next_item_ptr": next_item,
         }  # fmt: skip
-        self.finish_values |= self.kernel_values
+
+
+def _tiles(
+    values: Mapping[str, Any], geometry: Geometry, block_size: tuple[int, int]
+) -> tuple[int, int, int]:
+    """How many grids of tiles there are, and rows of tiles of queries and of keys in each."""
+    if geometry.packing is not None:
+        return 1, values["padded_len"] // block_size[0], values["kv_rows"]
+    q_tiles, kv_tiles = (
+        math.ceil(n / size)
+        for n, size in zip((geometry.q_len, geometry.kv_len), block_size, strict=True)
+    )
+    return geometry.batch, q_tiles, kv_tiles
 
 
 def strides(letter: str, tensor: torch.Tensor) -> dict[str, int]:

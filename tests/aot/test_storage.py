@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from test_backward import compile_backward
+from test_hopper_backward import compile_backward as compile_hopper_backward
 
 import flashgen as fg
 from flashgen import aot, emit, launch, masks, plan, tiling
@@ -101,3 +102,14 @@ def test_pages_elsewhere() -> None:
         print(found)
         assert found.spills is not None
         assert found.spills <= 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_backward(dim: int) -> None:
+    spec, variant = made_of("packed")
+    found = compile_hopper_backward(spec, replace(variant, head_dim=dim, v_head_dim=dim))
+    print(found)
+    assert found.warnings == ()
+    assert found.spills_in_loops() <= 20
+    assert found.instructions()["UTMASTG"] > 0

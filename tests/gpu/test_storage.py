@@ -9,6 +9,7 @@ import stored
 import torch
 import torch.nn.functional as F
 from cases import CASES
+from gradient_checks import rounding
 from stored import Sequences
 
 import flashgen as fg
@@ -84,29 +85,33 @@ def test_packed(name: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     ("name", "dtype"), [("causal", torch.bfloat16), ("window", torch.float32)], ids=str
 )
 def test_packed_gradients(name: str, dtype: torch.dtype) -> None:
-    """Each sequence's, at most twice as wrong as PyTorch's; the same bits again and again."""
+    """Each sequence's, at most twice as wrong as PyTorch's; in a fixed order the same bits each
+    time."""
     mask, allowed = MASKS[name]
     sequences = Sequences.random(Q_LENS, KV_LENS, 4, 2, 128, 128, dtype, "cuda")
     tensors, arguments = sequences.packed()
     leaves = [x.requires_grad_() for x in tensors]
     out = fg.Attention(mask)(*leaves, **arguments)
     grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, leaves, grad, retain_graph=True)
-    for again, first in zip(torch.autograd.grad(out, leaves, grad), found, strict=True):
+    found = torch.autograd.grad(out, leaves, grad)
+    out = fg.Attention(mask)(*leaves, **arguments, deterministic=True)
+    fixed = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    for again, first in zip(torch.autograd.grad(out, leaves, grad), fixed, strict=True):
         assert torch.equal(again, first)
     grads = torch.split(grad.transpose(0, 1), Q_LENS, 1)
     parts = [torch.split(x.transpose(0, 1), n, 1) for x, n in zip(found, _lens(), strict=True)]
     errors = {"ours": [0.0] * 3, "theirs": [0.0] * 3}
+    largest = [rounding(x, dtype) for x in found]
     for b, (n, m) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
         if not n or not m:
             assert all((x[b] == 0).all() for x in parts)
             continue
-        exact, theirs = (_dense_grads(b, sequences, allowed, grads[b], d) for d in ("double", ""))
+        exact, theirs = (dense_grads(b, sequences, allowed, grads[b], d) for d in ("double", ""))
         for i, (right, other) in enumerate(zip(exact, theirs, strict=True)):
             errors["ours"][i] = max(errors["ours"][i], _gap(parts[i][b], right))
             errors["theirs"][i] = max(errors["theirs"][i], _gap(other, right))
-    for ours, bound in zip(errors["ours"], errors["theirs"], strict=True):
-        assert ours <= 2 * bound + 2e-6
+    for ours, bound, least in zip(errors["ours"], errors["theirs"], largest, strict=True):
+        assert ours <= 2 * max(bound, least) + 2e-6
 
 
 def test_packed_sinks_have_gradients() -> None:
@@ -142,7 +147,7 @@ def _gap(x: torch.Tensor, y: torch.Tensor) -> float:
     return float((x.double() - y.double()).abs().max())
 
 
-def _dense_grads(
+def dense_grads(
     b: int, sequences: Sequences, allowed: stored.Allowed, grad: torch.Tensor, kind: str
 ) -> tuple[torch.Tensor, ...]:
     own = [x[b] for x in (sequences.q, sequences.k, sequences.v)]

@@ -41,9 +41,7 @@ def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_he
             made.fill_(MARK)
         return flags
 
-    monkeypatch.setattr(launch_hopper_backward, "obstacle", lambda *_: "")
-    monkeypatch.setattr(launch_hopper_backward, "can_describe", lambda *_: "")
-    monkeypatch.setattr(launch_hopper_backward, "backward", leave_marks)
+    _on_hopper(monkeypatch, leave_marks)
     call = attend._check_look(q, k, v, {})
     schedule = attend.schedule(q, k, v, block_size=(64, 64))
     made = engine("hopper", call.bound, geometry=call.geometry, schedule=schedule, scale=call.scale)
@@ -54,6 +52,46 @@ def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_he
         assert mine is not None
         torch.testing.assert_close(mine[flagged], exact[flagged])
         assert (mine[~flagged] == MARK).all()
+
+
+def _on_hopper(monkeypatch: pytest.MonkeyPatch, backward: Any) -> None:
+    monkeypatch.setattr(launch_hopper_backward, "obstacle", lambda *_: "")
+    monkeypatch.setattr(launch_hopper_backward, "can_describe", lambda *_: "")
+    monkeypatch.setattr(launch_hopper_backward, "backward", backward)
+
+
+def test_flagged_packed_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of all sequences stand in one line; those at 3 and 5 are the last two sequences'."""
+    sequences = Sequences.random([70, 0, 40, 200], [70, 5, 40, 200], 2, 1)
+    tensors, places = sequences.packed()
+    leaves = [x.requires_grad_() for x in tensors]
+    attend = fg.Attention(mask=masks.causal)
+    out, lse = attend(*leaves, **places, backend="cpu", return_lse=True)
+    grad = torch.randn_like(out)
+    right = torch.autograd.grad(out, leaves, grad)
+    call = attend._check_look(*leaves, dict(places))
+    schedule = attend.schedule(*leaves, **places, block_size=(64, 64))
+
+    def leave_marks(*arguments: Any) -> dict[str, torch.Tensor]:
+        for made in arguments[5]:
+            made.fill_(MARK)
+        flags = {"q": torch.zeros(1, 2, 8).int(), "kv": torch.zeros(1, 1, 9).int()}
+        flags["q"][0, 1, 5] = flags["kv"][0, 0, 3] = 1
+        return flags
+
+    _on_hopper(monkeypatch, leave_marks)
+    made = engine("hopper", call.bound, geometry=call.geometry, schedule=schedule, scale=call.scale)
+    views = (x.transpose(0, 1)[None].detach() for x in (*leaves, out))
+    saved = Saved(*views, lse[None].detach(), grad.transpose(0, 1)[None], None)
+    found = made.backward(saved, None, (), (True, True, True, False))
+    spoilt = {3: (slice(70, 110), slice(0, 1)), 5: (slice(174, 238), slice(1, 2))}
+    for mine, exact, tile in zip(found[:3], right, (5, 3, 3), strict=True):
+        rows, heads = spoilt[tile]
+        if tile == 3:
+            rows = slice(75, 115)
+        wanted = torch.full_like(exact, MARK)
+        wanted[rows, heads] = exact[rows, heads]
+        torch.testing.assert_close(mine[0].transpose(0, 1), wanted)
 
 
 def test_spoilt_latent_rows_alone_are_computed() -> None:
