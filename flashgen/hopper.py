@@ -39,21 +39,21 @@ def _wait_stores(pendings: int, _semantic: Any = None) -> None:
 wait_stores = builtin(_wait_stores)
 
 
-@gluon.jit
-def sync_at(number):  # type: ignore[no-untyped-def]
-    """Until two warpgroups are at a named barrier: they arrive here, or by `arrive_at`.
+@gluon.jit  # type: ignore[untyped-decorator]
+def sync_at(number, threads: gl.constexpr = 256):  # type: ignore[no-untyped-def]
+    """Until so many threads are at a named barrier: they arrive here, or by `arrive_at`.
 
     Gluon has no named barriers; Triton takes the numbers below 8 for itself."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
+        f"bar.sync $1, {threads}; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
     )
 
 
-@gluon.jit
-def arrive_at(number):  # type: ignore[no-untyped-def]
+@gluon.jit  # type: ignore[untyped-decorator]
+def arrive_at(number, threads: gl.constexpr = 256):  # type: ignore[no-untyped-def]
     """Arrive at a named barrier, and go on."""
     gl.inline_asm_elementwise(
-        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
+        f"bar.arrive $1, {threads}; mov.u32 $0, 0;", "=r,r,~{memory}", [number], gl.int32, False, 1
     )
 
 

@@ -48,25 +48,25 @@ class Barrier:
 
 
 class Named:
-    """A named barrier: it is passed when both warpgroups have arrived."""
+    """A named barrier: it is passed when as many warpgroups have arrived as it is for."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.here: set[int] = set()
         self.passed = 0
 
-    def arrive(self) -> int:
+    def arrive(self, threads: int = 256) -> int:
         with self.condition:
             turn, me = self.passed, threading.get_ident()
             assert me not in self.here, "one warpgroup arrives twice"
             self.here.add(me)
-            if len(self.here) == 2:
+            if len(self.here) == threads // 128:
                 self.here, self.passed = set(), turn + 1
                 self.condition.notify_all()
             return turn
 
-    def sync(self) -> None:
-        turn = self.arrive()
+    def sync(self, threads: int = 256) -> None:
+        turn = self.arrive(threads)
         with self.condition:
             done = self.condition.wait_for(lambda: self.passed > turn, PATIENCE)
         assert done, "deadlock at a named barrier"
@@ -377,8 +377,9 @@ class Machine:
             barrier=lambda: None, mbarrier=mbarrier, fence_async_shared=lambda: None,
             warpgroup_mma=_product,
             warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
-            async_copy=async_copy, sync_at=lambda n: _named(n).sync(),
-            arrive_at=lambda n: _named(n).arrive(),
+            async_copy=async_copy,
+            sync_at=lambda n, threads=256: _named(n).sync(threads),
+            arrive_at=lambda n, threads=256: _named(n).arrive(threads),
             note=lambda place, x: place.data.fill_(int(x)),
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,

@@ -50,6 +50,7 @@ def reason(attend: Any = None, dims: tuple[int, int] = (128, 64), **changes: Any
 def test_nothing_is_in_the_way_of_plain_calls() -> None:
     assert reason() == ""
     assert reason(dims=(40, 96), dtype=torch.float16, block_size=(256, 128)) == ""
+    assert reason(dims=(192, 128), block_size=(128, 64)) == ""
     assert reason(alibi, data={"slope": torch.ones(2)}, scale=-1.0) == ""
 
 
@@ -58,8 +59,9 @@ def test_nothing_is_in_the_way_of_plain_calls() -> None:
     [
         ({"dropout": True}, "drops"),
         ({"dtype": torch.float32}, "16-bit"),
-        ({"dims": (192, 128)}, "192"),
+        ({"dims": (264, 128)}, "264"),
         ({"block_size": (128, 64)}, "128 x 64"),
+        ({"dims": (192, 128), "block_size": (128, 32)}, "128 x 32"),
         ({"block_size": (96, 128)}, "96 x 128"),
         ({"dims": (64, 60)}, "16 bytes"),
         ({"wanted": Wanted(data=("slope",))}, "slope"),
@@ -69,6 +71,20 @@ def test_nothing_is_in_the_way_of_plain_calls() -> None:
 )
 def test_what_is_in_the_way(changes: dict[str, Any], why: str) -> None:
     assert why in reason(**changes)
+
+
+@fg.attention(mask=masks.document)
+def shifted(score, b, q_idx, doc: fg.Tensor, gate: fg.Tensor):
+    return score * gate[q_idx]
+
+
+def test_room_for_data_of_queries() -> None:
+    doc = torch.zeros(2, 40, dtype=torch.int64)
+    attend, data = fg.Attention(mask=masks.document), {"doc": doc}
+    assert reason(attend, dims=(256, 256), data=data) == ""
+    data["gate"] = torch.ones(40)
+    assert "12 bytes" in reason(shifted, dims=(256, 192), data=data)
+    assert reason(shifted, dims=(192, 128), data=data) == ""
 
 
 def test_packed_sequences() -> None:
@@ -85,7 +101,7 @@ def test_packed_sequences() -> None:
 
 
 def test_steps_of_small_head_dimensions_are_loaded_further_ahead() -> None:
-    assert [width_of(d) for d in (1, 64, 65, 128)] == [64, 64, 128, 128]
+    assert [width_of(d) for d in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
     assert [stages_of(*d) for d in ((64, 64), (64, 65), (128, 40))] == [4, 2, 2]
 
 
@@ -96,7 +112,8 @@ def test_source_shows_the_kernels_that_run() -> None:
     assert "spoilt_ptr" in text, "portable kernels repair what isn't finite"
     wide = look.source(call_of(fg.Attention(masks.causal), 192), on_hopper, kernel)
     assert "def attend(" not in wide
-    assert "def attention_backward_kv(" in wide
+    assert "def pull(" in wide
+    assert "spoilt_ptr" in wide
 
 
 def test_masks_alone_are_looked_at_in_masked_steps_only() -> None:
@@ -155,16 +172,17 @@ def copies(node: ast.AST) -> set[tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [128, 192])
 def test_what_loops_carry_has_values_of_its_own_before_them(head_dim: int) -> None:
     """Triton takes a name for constant that a loop sets to another, if it was that before: dQ went
     to the rows of the first step, in what a GPU ran and not in what a CPU walked."""
     spec = call_of(fg.Attention(masks.causal), head_dim).bound.spec
     module = ast.parse(hopper_backward(spec, emit.Variant(head_dim, head_dim)).text)
-    attend = next(x for x in module.body if isinstance(x, ast.FunctionDef) and x.name == "attend")
-    loops = [node for node in ast.walk(attend) if isinstance(node, ast.For)]
-    carried = set().union(*(copies(loop) for loop in loops))
-    assert ("last_row", "row") in carried
-    for loop in loops:
-        loop.body = [ast.Pass()]
-    assert not carried & copies(attend)
+    functions = {x.name: x for x in module.body if isinstance(x, ast.FunctionDef)}
+    for name in ("attend",) if head_dim == 128 else ("weigh", "pull"):
+        loops = [node for node in ast.walk(functions[name]) if isinstance(node, ast.For)]
+        carried = set().union(*(copies(loop) for loop in loops))
+        assert ("last_row", "row") in carried
+        for loop in loops:
+            loop.body = [ast.Pass()]
+        assert not carried & copies(functions[name])

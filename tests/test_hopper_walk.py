@@ -61,7 +61,7 @@ def walk(
         "scale": call.scale, "scale_log2": LOG2E if changed else call.scale * LOG2E,
         "softcap": call.softcap, **launch.position_values(geometry), **launch.data_values(bound),
         **_key_schedule(schedule),
-        "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.width_of(q.shape[-1])),
+        "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.sum_width(q.shape[-1])),
     }  # fmt: skip
     if packing is not None:
         queued = {"queue_ptr": schedule.queue(by_key=True), "total_kv": packing.total_kv}
@@ -111,7 +111,7 @@ def check(
         assert error <= 4e-3 * size + 1e-2, f"d{name}: {error} of {size}"
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 96)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (40, 96), (192, 128)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (100, 300), (300, 140)], ids=str)
 def test_lengths(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], dims: tuple[int, int]
@@ -120,9 +120,12 @@ def test_lengths(
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad)
 
 
-def test_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, grad = inputs(2, 6, 2, 150, 200, 64, 64)
-    check(monkeypatch, fg.Attention(masks.local(left=90, right=20)), tensors, grad)
+@pytest.mark.parametrize(("head_dim", "ordered"), [(64, False), (256, False), (256, True)])
+def test_heads_that_share_keys(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, ordered: bool
+) -> None:
+    tensors, grad = inputs(1, 6, 2, 150, 200, head_dim, head_dim)
+    check(monkeypatch, fg.Attention(masks.local(left=90, right=20)), tensors, grad, ordered=ordered)
 
 
 @pytest.mark.parametrize("case", CASES[::11], ids=lambda case: case.id)
@@ -138,8 +141,9 @@ def bent(score, h, q_idx, kv_idx, slope: fg.Tensor):
     return 1.5 * score + slope[h] * (kv_idx - q_idx)
 
 
-def test_score_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, grad = inputs(1, 2, 1, 200, 200, 64, 64)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_score_functions(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    tensors, grad = inputs(1, 2, 1, 200, 200, head_dim, 64)
     check(monkeypatch, bent, tensors, grad, slope=torch.rand(2))
 
 
@@ -268,10 +272,12 @@ def test_tiles_of_many_steps(monkeypatch: pytest.MonkeyPatch, tile: int) -> None
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, tile=tile)
 
 
-@pytest.mark.parametrize("tile", [128, 192])
-def test_slots_beyond_the_valid_keys(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+@pytest.mark.parametrize(("tile", "head_dim"), [(128, 64), (192, 64), (192, 256)])
+def test_slots_beyond_the_valid_keys(
+    monkeypatch: pytest.MonkeyPatch, tile: int, head_dim: int
+) -> None:
     """Tiles of 192 queries are an odd number of steps."""
-    tensors, grad = inputs(3, 2, 1, 150, 300, 64, 64)
+    tensors, grad = inputs(3, 2, 1, 150, 300, head_dim, head_dim)
     lens = torch.tensor([300, 41, 177], dtype=torch.int32)
     beyond = torch.arange(300) >= lens[:, None]
     attend = fg.Attention(mask=masks.sliding_window(window=64))

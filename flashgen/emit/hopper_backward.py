@@ -8,6 +8,7 @@ from ..differentiate import ZERO
 from ..expr import Expr, const, leaves
 from ..layout import tidy
 from ..lower import Lowered, fewest
+from ..order import with_tables
 from ..spec import Spec
 from . import (
     Variant,
@@ -28,14 +29,17 @@ TEMPLATE = "hopper_backward.py.j2"
 
 @dataclass(frozen=True)
 class Module:
-    """A generated module, and the arguments of its kernels in order."""
+    """A generated module, and the arguments of its kernels in order.
+
+    `query_bytes`: how much data of a query comes through shared memory."""
 
     name: str
     text: str
     attention: tuple[str, ...]
     queries: tuple[str, ...]
     keys: tuple[str, ...]
-    order: tuple[str, ...] = ()
+    order: tuple[str, ...]
+    query_bytes: int
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
     math = _math(spec, variant)
     attention, queries, keys = _arguments(spec, variant, ordered)
     arguments = (attention, queries, keys, *([_ORDER] if ordered else []))
+    has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
     text = (
         environment()
         .get_template(TEMPLATE)
@@ -85,7 +90,15 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
             bends=bool(spec.softcap) or math.slope != "1.0",
             softcap=spec.softcap,
             width=width_of(variant.head_dim),
-            early=max(variant.head_dim, variant.v_head_dim) <= 64,
+            adder=has_adder,
+            # Beside the warp that loads: who reads a block's steps from shared memory.
+            readers=2 + has_adder + ordered,
+            wide=keys_of(variant.head_dim, variant.v_head_dim) == 64,
+            q_wide=parts_of(variant.head_dim),
+            v_wide=parts_of(variant.v_head_dim),
+            dq_wide=_halves(variant.head_dim),
+            sum_width=sum_width(variant.head_dim),
+            v_sum_width=sum_width(variant.v_head_dim),
             shipped=math.shipped,
             load_arguments=_load_arguments(spec, variant, math.shipped),
             packed=variant.packed,
@@ -102,14 +115,41 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
-    names = (tuple(map(bare, each)) for each in arguments)
+    sizes = {t.name: t.dtype.itemsize for t in with_tables(spec).tensors}
+    pointers = (value.pointer.removesuffix("_ptr") for value in math.shipped.values)
+    query_bytes = sum(sizes[pointer] for pointer in pointers)
     ending = "hopper_bwd_ordered" if ordered else "hopper_bwd"
-    return Module(f"{name}{variant.suffix}_{ending}", tidy(text), *names)
+    name = f"{name}{variant.suffix}_{ending}"
+    return Module(
+        name, tidy(text), _names(attention), _names(queries), _names(keys),
+        _names(_ORDER if ordered else []), query_bytes,
+    )  # fmt: skip
 
 
 def width_of(head_dim: int) -> int:
-    """A head dimension as the kernels hold it: TMA reads zeros beyond the tensor's."""
-    return 64 if head_dim <= 64 else 128
+    """A head dimension as shared memory holds it: TMA reads zeros beyond the tensor's."""
+    return next(width for width in (64, 128, 256) if head_dim <= width)
+
+
+def parts_of(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(first, size) of what products take of a head dimension, in powers of two."""
+    return ((0, 128), (128, 64)) if 128 < head_dim <= 192 else ((0, width_of(head_dim)),)
+
+
+def sum_width(head_dim: int) -> int:
+    """Numbers of a row where it is added up in memory."""
+    return sum(size for _, size in parts_of(head_dim))
+
+
+def keys_of(head_dim: int, v_head_dim: int) -> int:
+    """Keys of a block: their gradients fill the registers."""
+    return 128 if max(head_dim, v_head_dim) <= 128 else 64
+
+
+def _halves(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """What each of two warpgroups computes of dQ."""
+    parts, half = parts_of(head_dim), width_of(head_dim) // 2
+    return parts if len(parts) == 2 else ((0, half), (half, half))
 
 
 def stages_of(head_dim: int, v_head_dim: int) -> int:
@@ -219,6 +259,10 @@ def _arguments(
         queries.remove("q_len: tl.int32")
         keys += ["sequences_ptr", "cu_seqlens_kv_ptr"]
     return attention, queries, keys
+
+
+def _names(arguments: list[str]) -> tuple[str, ...]:
+    return tuple(map(bare, arguments))
 
 
 def _typed(arguments: list[str]) -> list[str]:

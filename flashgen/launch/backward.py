@@ -15,7 +15,7 @@ from ..config import config
 from ..dropout import Dropout
 from ..emit.backward import Module, Wanted, ignores_score
 from ..emit.backward import backward as emit_backward
-from ..emit.hopper_backward import width_of
+from ..emit.hopper_backward import sum_width
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
@@ -263,7 +263,7 @@ class _Run:
         # The prepared rows are laid out in the schedule's tiles, for all kernels alike.
         self.padded_len = schedule.states.shape[2] * tile
         self.batch = 1 if is_packed else geometry.batch
-        self.prepare_rows = min(64, tile & -tile) if is_packed else 64
+        self.prepare_rows = min(64, tile & -tile) if is_packed else 16 if repairs else 64
         shape = (self.batch, geometry.heads, self.padded_len)
         kind, device = saved.lse.dtype, saved.q.device
         self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
@@ -283,7 +283,7 @@ class _Run:
         for letter, tensor in (*given, ("o", saved.out)):
             self.values |= _strides(letter, tensor)
         if repairs:
-            width = width_of(head_dim)
+            width = sum_width(head_dim)
             self.values["dq_sum_ptr"] = torch.empty(*shape, width, device=device)
 
     def prepare(self) -> None:

@@ -12,19 +12,21 @@ import torch
 
 from .. import cache, emit
 from ..emit.backward import Wanted, ignores_score
-from ..emit.hopper_backward import Module, hopper_backward, stages_of, width_of
+from ..emit.hopper_backward import Module, hopper_backward, keys_of, stages_of, sum_width, width_of
 from ..geometry import Geometry
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from . import key_parts, launch, multiprocessors
+from . import key_parts, launch, multiprocessors, variant_of
 
-BLOCK_M, BLOCK_N = 64, 128
+BLOCK_M = 64
 # Four warps are one warpgroup; the kernel adds the others itself.
-_ATTENTION = Tiling(0, BLOCK_N, 4, 1)
+_ATTENTION = Tiling(0, 0, 4, 1)
 _FINISH = Tiling(64, 64, 8, 1)
 _ORDER = Tiling(0, 0, 4, 1)
-# Of the L2 cache, what heads that are side by side may take.
-_SIDE_BYTES = 36 << 20
+# What two tiles of 256 dimensions leave of shared memory, of a query.
+_MOST_QUERY_BYTES = 8
+# Of the L2 cache, what heads that are side by side may take: without an order, and with one.
+_SIDE_BYTES = (16 << 20, 36 << 20)
 
 
 def obstacle(
@@ -49,20 +51,27 @@ def obstacle(
         return "it drops no weights"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16-bit numbers, not {dtype}"
-    if max(head_dims) > 128:
-        return f"a head dimension of {max(head_dims)} is more than 128"
+    if max(head_dims) > 256:
+        return f"a head dimension of {max(head_dims)} is more than 256"
     if any(dim % 8 for dim in head_dims):
         return f"rows of {head_dims} numbers aren't multiples of 16 bytes"
-    if block_size[0] % BLOCK_M or block_size[1] % BLOCK_N:
-        return f"tiles of {block_size[0]} x {block_size[1]} hold no {BLOCK_M} x {BLOCK_N}"
-    if geometry.packing is not None and block_size[1] != BLOCK_N:
-        return f"packed tiles of {block_size[1]} keys aren't {BLOCK_N}"
+    block_n = keys_of(*head_dims)
+    if block_size[0] % BLOCK_M or block_size[1] % block_n:
+        return f"tiles of {block_size[0]} x {block_size[1]} hold no {BLOCK_M} x {block_n}"
+    if geometry.packing is not None and max(head_dims) > 128:
+        return f"packed sequences have no head dimension of {max(head_dims)} there"
+    if geometry.packing is not None and block_size[1] != block_n:
+        return f"packed tiles of {block_size[1]} keys aren't {block_n}"
     if wanted.data:
         return f"it computes no gradient of data ({', '.join(wanted.data)})"
     if scale == 0:
         return "it divides by the scale, which is 0"
     if ignores_score(bound.spec):
         return "the score function ignores the score"
+    if min(map(width_of, head_dims)) == 256:
+        made = generate(bound.spec, variant_of(bound, geometry, *head_dims))
+        if made.query_bytes > _MOST_QUERY_BYTES:
+            return f"shared memory has no room for {made.query_bytes} bytes of data of each query"
     return ""
 
 
@@ -104,22 +113,23 @@ def backward(
     tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
     int32, not 0 for these; packed: tiles of all sequences, B = 1."""
     module, made = _module(spec, variant, ordered, key_parts())
+    block_n = keys_of(variant.head_dim, variant.v_head_dim)
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {
-        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "TILE_M": block_size[0], "TILE_N": block_size[1],
+        "BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "TILE_M": block_size[0], "TILE_N": block_size[1],
         "STAGES": stages_of(variant.head_dim, variant.v_head_dim),
         "SHARED_HEADS": geometry.group > 1,
     }  # fmt: skip
-    blocks, batch = math.ceil(geometry.kv_len / BLOCK_N), geometry.batch
+    blocks, batch = math.ceil(geometry.kv_len / block_n), geometry.batch
     if geometry.packing is not None:
         # At most; only the device knows how many of them hold keys.
         blocks, batch = values["kv_rows"], 1
     items = blocks * batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.values}
-    values |= {"items": items, "side": _side(values, variant, batch * geometry.heads)}
+    values |= {"items": items, "side": _side(values, variant, batch * geometry.heads, ordered)}
     values["batch"] = geometry.batch
     if ordered:
-        values |= _order_visits(module, made, values, geometry, block_size)
+        values |= _order_visits(module, made, values, geometry, block_size, block_n)
     programs = min(items, multiprocessors(geometry.device))
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
     programs = values["padded_len"] // 64 * batch * geometry.heads
@@ -128,20 +138,20 @@ def backward(
     if geometry.group > 1:
         programs = math.ceil(geometry.kv_len / 64) * geometry.batch * geometry.kv_heads
         if geometry.packing is not None:
-            programs = blocks * (BLOCK_N // 64) * geometry.kv_heads
-        constants = {"BLOCK_N": BLOCK_N, "TILE_N": block_size[1]}
+            programs = blocks * (block_n // 64) * geometry.kv_heads
+        constants = {"BLOCK_N": block_n, "TILE_N": block_size[1]}
         launch(module.finish_keys, made.keys, values, constants, _FINISH, programs)
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
 
 
-def _side(values: Mapping[str, Any], variant: emit.Variant, lines: int) -> int:
+def _side(values: Mapping[str, Any], variant: emit.Variant, lines: int, ordered: bool) -> int:
     """How many heads' key blocks are taken side by side.
 
     So the last ones of all are short, and blocks that wait for each other start apart. What is read
-    and added to of these heads should stay in the L2 cache."""
+    and added to of these heads should stay in the L2 cache; blocks that don't wait gain less."""
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     size = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
-    most = max(1, min(8, _SIDE_BYTES // size))
+    most = max(1, min(8, _SIDE_BYTES[ordered] // size))
     return next(n for n in range(most, 0, -1) if lines % n == 0)
 
 
@@ -151,6 +161,7 @@ def _order_visits(
     values: Mapping[str, Any],
     geometry: Geometry,
     block_size: tuple[int, int],
+    block_n: int,
 ) -> dict[str, torch.Tensor]:
     """Which block of keys adds when to each row of queries, and the counters of these turns."""
     batch, heads, q_tiles, kv_tiles = values["states"].shape
@@ -158,11 +169,11 @@ def _order_visits(
     ranks = torch.empty(batch, heads, q_tiles, kv_tiles, dtype=torch.int32, device=device)
     visits = torch.empty(batch, heads, kv_tiles, q_tiles + 1, dtype=torch.int32, device=device)
     values = {**values, "ranks": ranks, "visits": visits, "q_rows": q_tiles, "kv_rows": kv_tiles}
-    constants = {"BLOCK_N": BLOCK_N, "TILE_N": block_size[1], "CHUNK": 128}
+    constants = {"BLOCK_N": block_n, "TILE_N": block_size[1], "CHUNK": 128}
     programs = batch * heads * (q_tiles + kv_tiles)
     launch(module.order_visits, made.order, values, constants, _ORDER, programs)
     rows = geometry.batch * geometry.heads * (values["padded_len"] // BLOCK_M)
-    blocks = geometry.batch * geometry.kv_heads * math.ceil(geometry.kv_len / BLOCK_N)
+    blocks = geometry.batch * geometry.kv_heads * math.ceil(geometry.kv_len / block_n)
     row_turns, key_turns = _counters(device, (rows,), (blocks,))
     return {
         "ranks": ranks, "visits": visits, "row_turns_ptr": row_turns, "key_turns_ptr": key_turns
@@ -206,9 +217,10 @@ class _Sums:
         self.k = self.v = values["dq_sum_ptr"]
         if geometry.group > 1:
             # Whole blocks of keys, those beyond the last one too.
-            blocks = -(-geometry.kv_len // BLOCK_N) if geometry.packing is None else kv_tiles
-            rows = batch * geometry.kv_heads * blocks * BLOCK_N
-            widths = (width_of(d) for d in (variant.head_dim, variant.v_head_dim))
+            dims = (variant.head_dim, variant.v_head_dim)
+            block_n = keys_of(*dims)
+            blocks = -(-geometry.kv_len // block_n) if geometry.packing is None else kv_tiles
+            rows, widths = batch * geometry.kv_heads * blocks * block_n, map(sum_width, dims)
             self.k, self.v = (torch.zeros(rows, width, device=device) for width in widths)
         self.values |= {
             "dk_sum_ptr": self.k, "dv_sum_ptr": self.v, "spoilt_kv_ptr": self.spoilt_kv,
@@ -242,14 +254,15 @@ def _descriptors(
     from .. import hopper
 
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
+    block_n = keys_of(variant.head_dim, variant.v_head_dim)
     lse, delta = values["lse_log2_ptr"].reshape(-1), values["delta_ptr"].reshape(-1)
     return {
         "q_tiles": hopper.descriptor(values["q_ptr"], (BLOCK_M, width)),
-        "k_tiles": hopper.descriptor(values["k_ptr"], (BLOCK_N, width)),
-        "v_tiles": hopper.descriptor(values["v_ptr"], (BLOCK_N, v_width)),
+        "k_tiles": hopper.descriptor(values["k_ptr"], (block_n, width)),
+        "v_tiles": hopper.descriptor(values["v_ptr"], (block_n, v_width)),
         "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (BLOCK_M, v_width)),
         "lse_tiles": hopper.descriptor(lse, (BLOCK_M,)),
         "delta_tiles": hopper.descriptor(delta, (BLOCK_M,)),
-        "dk_tiles": hopper.descriptor(grads[1], (BLOCK_N // 2, width)),
-        "dv_tiles": hopper.descriptor(grads[2], (BLOCK_N // 2, v_width)),
+        "dk_tiles": hopper.descriptor(grads[1], (64, width)),
+        "dv_tiles": hopper.descriptor(grads[2], (64, v_width)),
     }

@@ -114,4 +114,7 @@ HOPPER = (
     "lengths_and_offsets",
 )  # fmt: skip
 # `causal` with sums in order.
-HOPPER_BACKWARD = ("causal", "causal_document", "alibi", "softcap_sinks", "lengths_and_offsets")
+HOPPER_BACKWARD = (
+    "causal", "causal_document", "alibi", "softcap_sinks", "head_dim_192_128",
+    "lengths_and_offsets",
+)  # fmt: skip

@@ -60,6 +60,10 @@ SHAPES = [
     (64, 64, 3, 1, torch.float16),
     (96, 96, 2, 2, torch.bfloat16),
     (80, 64, 6, 2, torch.float16),
+    (192, 128, 4, 2, torch.bfloat16),
+    (256, 256, 2, 2, torch.bfloat16),
+    (192, 128, 3, 1, torch.float16),
+    (256, 256, 2, 1, torch.float16),
 ]
 
 
@@ -75,27 +79,29 @@ def test_dtypes_heads_and_dims(shape: tuple[Any, ...], deterministic: bool) -> N
     check(hopper(attend, deterministic), leaves(2, H, Hkv, S, S, D, Dv, dtype), allowed, doc=doc)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_lengths(nan_filled_empty: None, deterministic: bool) -> None:
+@pytest.mark.parametrize(
+    ("dims", "deterministic"), [((64, 64), False), ((64, 64), True), ((256, 256), False)], ids=str
+)
+def test_lengths(nan_filled_empty: None, dims: tuple[int, int], deterministic: bool) -> None:
     attend = hopper(fg.Attention(mask=masks.causal), deterministic)
     for S, T in ((1, 1), (1, 500), (130, 1), (128, 256), (257, 129), (1000, 1300)):
         allowed = torch.ones(S, T, dtype=torch.bool, device="cuda").tril(T - S)
-        check(attend, leaves(1, 2, 2, S, T, 64, 64, torch.bfloat16), allowed)
+        check(attend, leaves(1, 2, 2, S, T, *dims, torch.bfloat16), allowed)
 
 
 def grads_of(attend: Any, inputs: list[Any], grad: Any, **data: Any) -> tuple[Any, ...]:
     return torch.autograd.grad(attend(*inputs, **data), inputs, grad)
 
 
-@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 4, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 2, 128), (4, 4, 64), (4, 2, 192)], ids=str)
 def test_sums_in_order_are_equal_bit_by_bit(shape: tuple[int, int, int]) -> None:
     """More blocks than run at once, with and beside another stream's load; and right."""
     H, Hkv, D = shape
     S = 3000
     doc = torch.randint(0, 5, (2, S), device="cuda").sort(-1).values
     attend = hopper(fg.Attention(mask=masks.document), True)
-    inputs = leaves(2, H, Hkv, S, S, D, D, torch.bfloat16)
-    grad = torch.randn_like(inputs[0])
+    inputs = leaves(2, H, Hkv, S, S, D, min(D, 128), torch.bfloat16)
+    grad = torch.randn(2, H, S, min(D, 128), device="cuda", dtype=torch.bfloat16)
     first = grads_of(attend, inputs, grad, doc=doc)
     other, load = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda").bfloat16()
     for turn in range(200):
@@ -129,10 +135,11 @@ def test_rows_without_keys_and_unseen_keys_get_zeros(nan_filled_empty: None) -> 
     check(hopper(fg.Attention(mask=some)), inputs, allowed[None, None])
 
 
-def test_slots_beyond_the_valid_keys_may_hold_anything() -> None:
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_slots_beyond_the_valid_keys_may_hold_anything(head_dim: int) -> None:
     S, T = 150, 300
     lens = torch.tensor([300, 41, 177], device="cuda", dtype=torch.int32)
-    inputs = leaves(3, 2, 1, S, T, 64, 64, torch.bfloat16)
+    inputs = leaves(3, 2, 1, S, T, head_dim, head_dim, torch.bfloat16)
     beyond = torch.arange(T, device="cuda") >= lens[:, None]
     with torch.no_grad():
         for x, poison in ((inputs[1], torch.nan), (inputs[2], torch.inf)):
@@ -151,13 +158,14 @@ def test_slots_beyond_the_valid_keys_may_hold_anything() -> None:
     assert (got[1].mT[beyond[:, None, None].expand_as(got[1].mT)] == 0).all()
 
 
-def test_hidden_numbers_reach_no_gradient() -> None:
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_hidden_numbers_reach_no_gradient(head_dim: int) -> None:
     """What a pair's mask hides may be NaN or inf: every other gradient stays what it was, but for
     rounding, as another kernel computes these tiles again."""
     S = 300
     doc = (torch.arange(S, device="cuda") // 100)[None]
     attend = hopper(fg.Attention(mask=masks.causal_document))
-    inputs = leaves(1, 2, 2, S, S, 128, 128, torch.bfloat16)
+    inputs = leaves(1, 2, 2, S, S, head_dim, head_dim, torch.bfloat16)
     grad = torch.randn_like(inputs[0])
     clean = grads_of(attend, inputs, grad, doc=doc)
     others = (doc != 1)[0]
@@ -209,15 +217,15 @@ def gated(score: Any, q_idx: Any, kv_idx: Any, gate: fg.Tensor, column: fg.Tenso
     return score * gate[q_idx] + column[kv_idx]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_data_of_queries_of_each_type(head_dim: int) -> None:
     S = 300
     doc = torch.randint(0, 3, (2, S), device="cuda").sort().values
     near = torch.randint(0, S, (S,), dtype=torch.int32, device="cuda")
     seen, gate = torch.rand(S, device="cuda") < 0.9, torch.rand(S, device="cuda").bfloat16()
     column = torch.rand(S, device="cuda")
-    inputs = leaves(2, 2, 1, S, S, head_dim, head_dim, torch.bfloat16)
-    grad = torch.randn_like(inputs[0])
+    inputs = leaves(2, 2, 1, S, S, head_dim, min(head_dim, 128), torch.bfloat16)
+    grad = torch.randn(2, 2, S, min(head_dim, 128), device="cuda", dtype=torch.bfloat16)
     data = {"doc": doc, "near": near, "seen": seen, "gate": gate, "column": column}
     got = grads_of(hopper(gated), inputs, grad, **data)
     allowed = torch.ones(S, S, dtype=torch.bool, device="cuda").tril()

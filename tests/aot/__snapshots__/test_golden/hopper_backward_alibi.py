@@ -112,6 +112,15 @@ def load(
 
 
 @gluon.jit
+def quad_offsets(COLUMNS: gl.constexpr):
+    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
+    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
+
+
+@gluon.jit
 def store_keys(
     sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
@@ -134,15 +143,6 @@ def store_keys(
         fence_async_shared()
         hopper.barrier()
         hopper.store_tile(tiles, place, tile)
-
-
-@gluon.jit
-def quad_offsets(COLUMNS: gl.constexpr):
-    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
-    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
 
 
 @gluon.jit
@@ -438,7 +438,7 @@ def attention_backward(
         # The copies, and what else is read of the queries.
         mbarrier.init(q_here.index(stage), count=2)
         mbarrier.init(grads_here.index(stage), count=1)
-        # Every thread of both warpgroups.
+        # Every thread of the two warpgroups that compute.
         mbarrier.init(is_free.index(stage), count=256)
     gl.warp_specialize(
         [
@@ -511,8 +511,9 @@ def finish_queries(
     b = tl.program_id(0) // blocks // heads
     line = (b * heads + h).to(tl.int64)
     rows = block * 64 + tl.arange(0, 64)[:, None]
-    dims = tl.arange(0, 128)[None, :]
     dq_sum_ptr += (line * padded_len + block * 64) * 128
+    spoilt = 0
+    dims = tl.arange(0, 128)[None, :]
     dq = tl.load(dq_sum_ptr + tl.arange(0, 8192)) * scale
     dq = tl.reshape(dq, [16, 4, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(dq, [1, 4, 2, 0, 3, 5]), [64, 128])
@@ -520,7 +521,7 @@ def finish_queries(
     place = grad_q_ptr + b * stride_dqb + h * stride_dqh + rows * stride_dqs + dims
     tl.store(place, dq.to(grad_q_ptr.dtype.element_ty), mask=inside)
     # Not x - x != 0: fused with the product above it, that is a rounding error.
-    spoilt = tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
+    spoilt += tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
     tile = line * tl.cdiv(padded_len, TILE_M) + block * 64 // TILE_M
     tl.store(spoilt_q_ptr + tile, 1, mask=spoilt > 0)
 
@@ -561,9 +562,9 @@ def finish_keys(
     rows = block * 64 + tl.arange(0, 64)[:, None]
     sum_row = line * (tl.cdiv(capacity, BLOCK_N) * BLOCK_N) + block * 64
     spoilt = 0
+    dk_sum_ptr += sum_row * 128
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    dk_sum_ptr += sum_row * 128
     dk = tl.load(dk_sum_ptr + tl.arange(0, 8192))
     dk = tl.reshape(dk, [16, 4, 8, 4, 2, 2])
     dk = tl.reshape(tl.permute(dk, [1, 4, 2, 0, 3, 5]), [64, 128])
@@ -571,9 +572,9 @@ def finish_keys(
     place += rows * stride_dks + dims
     tl.store(place, dk.to(grad_k_ptr.dtype.element_ty), mask=inside)
     spoilt += tl.sum((~(tl.abs(dk) < float("inf"))).to(tl.int32))
+    dv_sum_ptr += sum_row * 128
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    dv_sum_ptr += sum_row * 128
     dv = tl.load(dv_sum_ptr + tl.arange(0, 8192))
     dv = tl.reshape(dv, [16, 4, 8, 4, 2, 2])
     dv = tl.reshape(tl.permute(dv, [1, 4, 2, 0, 3, 5]), [64, 128])

@@ -107,6 +107,15 @@ def load(
 
 
 @gluon.jit
+def quad_offsets(COLUMNS: gl.constexpr):
+    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
+    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
+
+
+@gluon.jit
 def store_keys(
     sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
@@ -132,21 +141,12 @@ def store_keys(
 
 
 @gluon.jit
-def quad_offsets(COLUMNS: gl.constexpr):
-    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
-    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
-
-
-@gluon.jit
 def attend(
     q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
     dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
     items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
-    are_masked, may_add, added,
+    are_masked, may_add, added, may_add_keys, added_keys,
     q_len,
     kv_len,
     q_offset,
@@ -181,8 +181,6 @@ def attend(
     while item < items:
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
-        # Sums that were waited for beside those of steps.
-        sums = number if SHARED_HEADS else 0
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
@@ -254,7 +252,7 @@ def attend(
                 dq = warpgroup_mma_wait(2, deps=(dq,))
                 hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
                 if turn > past:
-                    mbarrier.wait(may_add, (turn - 1 + sums) & 1)
+                    mbarrier.wait(may_add, (turn - 1) & 1)
                     hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
                     mbarrier.arrive(added, count=1)
 
@@ -315,7 +313,7 @@ def attend(
             dq = warpgroup_mma_wait(2, deps=(dq,))
             hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
             if end - 1 > past:
-                mbarrier.wait(may_add, (end - 2 + sums) & 1)
+                mbarrier.wait(may_add, (end - 2) & 1)
                 hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
                 mbarrier.arrive(added, count=1)
 
@@ -325,7 +323,7 @@ def attend(
             dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
             hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
             dq = warpgroup_mma_wait(0, deps=(dq,))
-            mbarrier.wait(may_add, (end - 1 + sums) & 1)
+            mbarrier.wait(may_add, (end - 1) & 1)
             hopper.add_quads(dq_places + row.to(gl.int64) * WIDTH, dq)
             mbarrier.arrive(added, count=1)
 
@@ -347,7 +345,7 @@ def attend(
         place = [b, h_kv, first_key, 0]
         room = ds_tiles.index(HALF)
         if SHARED_HEADS:
-            mbarrier.wait(may_add, (end + sums) & 1)
+            mbarrier.wait(may_add_keys, number & 1)
         store_keys(
             dv, room, dv_tiles, place, dv_sum_ptr + key_row * V_WIDTH, spoilt_kv_ptr, last,
             VALUES, SHARED_HEADS,
@@ -357,7 +355,7 @@ def attend(
             KEYS, SHARED_HEADS,
         )
         if SHARED_HEADS:
-            mbarrier.arrive(added, count=1)
+            mbarrier.arrive(added_keys, count=1)
         past = end
         number += 1
         mbarrier.wait(keys_here, number & 1)
@@ -367,7 +365,8 @@ def attend(
 
 @gluon.jit
 def keep_order(
-    first_rows, turns, work, q_here, is_free, keys_here, keys_free, may_add, added,
+    first_rows, turns, work, q_here, is_free, keys_here, keys_free,
+    may_add, added, may_add_keys, added_keys,
     row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
@@ -381,7 +380,6 @@ def keep_order(
         end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
         mbarrier.arrive(keys_free, count=1)
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        sums = number if SHARED_HEADS else 0
         row_turns = row_turns_ptr + (b * heads + h) * (padded_len // BLOCK_M)
         last_turn = row_turns
         for turn in range(past, end):
@@ -393,7 +391,7 @@ def keep_order(
             # Looked at while the step before is added: mostly it is this block's turn already.
             is_early = hopper.turn_at(row_turn) == wanted
             if turn > past:
-                mbarrier.wait(added, (turn - 1 + sums) & 1)
+                mbarrier.wait(added, turn & 1 ^ 1)
             if is_early:
                 mbarrier.arrive(may_add, count=1)
             if turn > past:
@@ -403,13 +401,13 @@ def keep_order(
                 mbarrier.arrive(may_add, count=1)
             last_turn = row_turn + 0
         if end > past:
-            mbarrier.wait(added, (end - 1 + sums) & 1)
+            mbarrier.wait(added, end & 1 ^ 1)
             hopper.pass_turn(last_turn)
         if SHARED_HEADS:
             key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
             hopper.await_turn(key_turn, h % group)
-            mbarrier.arrive(may_add, count=1)
-            mbarrier.wait(added, (end + sums) & 1)
+            mbarrier.arrive(may_add_keys, count=1)
+            mbarrier.wait(added_keys, number & 1)
             hopper.pass_turn(key_turn)
         past = end
         number += 1
@@ -498,11 +496,15 @@ def attention_backward(
     added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(may_add, count=1)
     mbarrier.init(added, count=2)
+    may_add_keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    added_keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(may_add_keys, count=1)
+    mbarrier.init(added_keys, count=2)
     for stage in gl.static_range(STAGES):
         # The copies, and what else is read of the queries.
         mbarrier.init(q_here.index(stage), count=2)
         mbarrier.init(grads_here.index(stage), count=1)
-        # Every thread of both warpgroups, and the warp that keeps the order.
+        # Every thread of the two warpgroups that compute, and who else reads where a step is.
         mbarrier.init(is_free.index(stage), count=257)
     gl.warp_specialize(
         [
@@ -511,7 +513,7 @@ def attention_backward(
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
-                are_masked, may_add, added,
+                are_masked, may_add, added, may_add_keys, added_keys,
                 q_len,
                 kv_len,
                 q_offset,
@@ -522,7 +524,7 @@ def attention_backward(
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
-                are_masked, may_add, added,
+                are_masked, may_add, added, may_add_keys, added_keys,
                 q_len,
                 kv_len,
                 q_offset,
@@ -539,7 +541,8 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
             )),
             (keep_order, (
-                first_rows, turns, work, q_here, is_free, keys_here, keys_free, may_add, added,
+                first_rows, turns, work, q_here, is_free, keys_here, keys_free,
+                may_add, added, may_add_keys, added_keys,
                 row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
                 BLOCK_M, STAGES, SHARED_HEADS,
             )),
@@ -642,8 +645,9 @@ def finish_queries(
     b = tl.program_id(0) // blocks // heads
     line = (b * heads + h).to(tl.int64)
     rows = block * 64 + tl.arange(0, 64)[:, None]
-    dims = tl.arange(0, 128)[None, :]
     dq_sum_ptr += (line * padded_len + block * 64) * 128
+    spoilt = 0
+    dims = tl.arange(0, 128)[None, :]
     dq = tl.load(dq_sum_ptr + tl.arange(0, 8192)) * scale
     dq = tl.reshape(dq, [16, 4, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(dq, [1, 4, 2, 0, 3, 5]), [64, 128])
@@ -651,7 +655,7 @@ def finish_queries(
     place = grad_q_ptr + b * stride_dqb + h * stride_dqh + rows * stride_dqs + dims
     tl.store(place, dq.to(grad_q_ptr.dtype.element_ty), mask=inside)
     # Not x - x != 0: fused with the product above it, that is a rounding error.
-    spoilt = tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
+    spoilt += tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
     tile = line * tl.cdiv(padded_len, TILE_M) + block * 64 // TILE_M
     tl.store(spoilt_q_ptr + tile, 1, mask=spoilt > 0)
 
@@ -692,9 +696,9 @@ def finish_keys(
     rows = block * 64 + tl.arange(0, 64)[:, None]
     sum_row = line * (tl.cdiv(capacity, BLOCK_N) * BLOCK_N) + block * 64
     spoilt = 0
+    dk_sum_ptr += sum_row * 128
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    dk_sum_ptr += sum_row * 128
     dk = tl.load(dk_sum_ptr + tl.arange(0, 8192))
     dk = tl.reshape(dk, [16, 4, 8, 4, 2, 2])
     dk = tl.reshape(tl.permute(dk, [1, 4, 2, 0, 3, 5]), [64, 128])
@@ -702,9 +706,9 @@ def finish_keys(
     place += rows * stride_dks + dims
     tl.store(place, dk.to(grad_k_ptr.dtype.element_ty), mask=inside)
     spoilt += tl.sum((~(tl.abs(dk) < float("inf"))).to(tl.int32))
+    dv_sum_ptr += sum_row * 128
     dims = tl.arange(0, 128)[None, :]
     inside = (rows < capacity) & (dims < 128)
-    dv_sum_ptr += sum_row * 128
     dv = tl.load(dv_sum_ptr + tl.arange(0, 8192))
     dv = tl.reshape(dv, [16, 4, 8, 4, 2, 2])
     dv = tl.reshape(tl.permute(dv, [1, 4, 2, 0, 3, 5]), [64, 128])

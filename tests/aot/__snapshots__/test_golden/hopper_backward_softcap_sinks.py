@@ -18,7 +18,8 @@ from triton.experimental.gluon import language as gl
 from flashgen import hopper
 from flashgen.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-# Named barriers, two of each: a warpgroup's ds is written, and read by the other one.
+# Named barriers: where each warpgroup may write its ds of even and of odd steps, and where both
+#     have.
 FREE = gl.constexpr(8)
 FULL = gl.constexpr(12)
 FLOAT = gl.constexpr(gl.float32)
@@ -120,6 +121,15 @@ def load(
 
 
 @gluon.jit
+def quad_offsets(COLUMNS: gl.constexpr):
+    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
+    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
+
+
+@gluon.jit
 def store_keys(
     sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
     LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
@@ -145,19 +155,10 @@ def store_keys(
 
 
 @gluon.jit
-def quad_offsets(COLUMNS: gl.constexpr):
-    """Where an accumulator of 64 rows is added: four of a thread's numbers are neighbours."""
-    LAYOUT: gl.constexpr = hopper.accumulator(COLUMNS)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    return columns // 8 * 512 + rows // 16 * 128 + rows % 8 * 16 + columns % 8 // 2 * 4
-
-
-@gluon.jit
 def attend(
     q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
-    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
+    dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
     items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
     q_len,
     kv_len,
@@ -172,21 +173,16 @@ def attend(
     V_WIDTH: gl.constexpr = 64
     OTHER: gl.constexpr = 1 - HALF
     HALF_N: gl.constexpr = BLOCK_N // 2
-    DQ_WIDTH: gl.constexpr = WIDTH // 2
     SCORES: gl.constexpr = hopper.accumulator(BLOCK_M)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
     OPERAND: gl.constexpr = hopper.operand(WIDTH)
     V_OPERAND: gl.constexpr = hopper.operand(V_WIDTH)
     KEYS: gl.constexpr = hopper.accumulator(WIDTH)
     VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
-    DQ: gl.constexpr = hopper.accumulator(DQ_WIDTH)
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
-    no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
     k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
     v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-    # dQ of half of the dimensions is this warpgroup's, from all keys.
-    dq_keys = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
     number = 0
     past = 0
     mbarrier.wait(keys_here, 0)
@@ -195,8 +191,6 @@ def attend(
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
-        dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
         dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
         dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
         first_key = block * BLOCK_N + HALF * HALF_N
@@ -204,8 +198,6 @@ def attend(
         is_key = kv_idx < kv_len
         kv_add = kv_idx + window
         if end > past:
-            # Of a step before the first: nothing is read, and its dQ isn't added.
-            hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
             queries = q.index(first).reshape([BLOCK_M, WIDTH])
@@ -221,7 +213,6 @@ def attend(
             )
             dp = warpgroup_mma_wait(0, deps=(dp,))
             first_row = first_rows.index(first).load(QUERIES)[None, :]
-            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
 
             s *= scale
             bend = tanh(s / softcap)
@@ -236,19 +227,14 @@ def attend(
 
             # dK of the block before has left from where ds will be.
             hopper.wait_stores(0)
-            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
-            # Not `row`: Triton takes for constant what a turn sets to the value that it has before
-            #     the loop.
-            last_row = gl.zeros_like(row)
+            hopper.arrive_at(FREE + 2 * OTHER)
+            hopper.arrive_at(FREE + 2 * OTHER + 1)
             for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES
                 phase, parity = (turn + 1) // STAGES & 1, turn & 1
                 here = hopper.zero_again()
                 k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
                 v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-                dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
-                    HALF * DQ_WIDTH, DQ_WIDTH, dim=1
-                )
                 q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
                 grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
                 mbarrier.wait(q_here.index(coming), phase)
@@ -262,10 +248,7 @@ def attend(
                 hopper.sync_at(FREE + 2 * HALF + parity)
                 ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
                 fence_async_shared()
-                hopper.arrive_at(FULL + 2 * HALF + parity)
-                hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
-                both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
-                dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+                hopper.arrive_at(FULL + parity, 384)
                 mbarrier.wait(grads_here.index(coming), phase)
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
                 row_delta = delta.index(coming).load(QUERIES)
@@ -276,14 +259,8 @@ def attend(
                     gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
                 )
                 dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
-                s, dq = warpgroup_mma_wait(3, deps=(s, dq))
-                hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-                if turn > past:
-                    hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
-
-                last_row = row
+                s = warpgroup_mma_wait(3, deps=(s,))
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
-                row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
 
                 s *= scale
                 bend = tanh(s / softcap)
@@ -306,40 +283,22 @@ def attend(
             here = hopper.zero_again()
             k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
             v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-            dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
-                HALF * DQ_WIDTH, DQ_WIDTH, dim=1
-            )
             q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
             grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
-            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
-            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
-            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
             ds_tile = (slopes * dp).to(k.dtype)
             hopper.sync_at(FREE + 2 * HALF + parity)
             ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
             fence_async_shared()
-            hopper.arrive_at(FULL + 2 * HALF + parity)
+            hopper.arrive_at(FULL + parity, 384)
             dv = warpgroup_mma(
                 gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
             )
             dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq,))
-            hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-            if end - 1 > past:
-                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
-
-            hopper.sync_at(FULL + 2 * OTHER + (parity))
-            both_ds = ds_tiles.index(parity).permute((1, 0))
-            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
-            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
             hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            hopper.add_quads(dq_places + row.to(gl.int64) * WIDTH, dq)
-
-            # The other warpgroup's last arrival, so that every barrier ends where it began.
-            hopper.sync_at(FREE + 2 * HALF + (end & 1))
-            # Neither reads ds any more, whose place dK and dV take. Both have passed this one.
-            hopper.sync_at(FREE + (end & 1 ^ 1))
+            # All ds has been read, whose place dK and dV take.
+            hopper.sync_at(FREE + 2 * HALF)
+            hopper.sync_at(FREE + 2 * HALF + 1)
         mbarrier.arrive(keys_free, count=1)
 
         key_line = b * (heads // group) + h_kv
@@ -366,6 +325,44 @@ def attend(
         mbarrier.wait(keys_here, number & 1)
         item = hopper.read(work.index(0))
     hopper.wait_stores(0)
+
+
+@gluon.jit
+def add_queries(
+    k, first_rows, work, ds_tiles, is_free, keys_here, keys_free,
+    dq_sum_ptr, items, blocks, heads, group, side, padded_len,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):
+    """A warpgroup: dQ of each step, added to its sum in memory."""
+    WIDTH: gl.constexpr = 64
+    no_dq = gl.zeros([BLOCK_M, WIDTH], gl.float32, hopper.accumulator(WIDTH))
+    keys = k.index(0).reshape([BLOCK_N, WIDTH])
+    number = 0
+    past = 0
+    mbarrier.wait(keys_here, 0)
+    item = hopper.read(work.index(0))
+    while item < items:
+        end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
+        dq_places = dq_sum_ptr + (b * heads + h).to(gl.int64) * padded_len * WIDTH
+        dq_places += quad_offsets(WIDTH)
+        for turn in range(past, end):
+            parity = turn & 1
+            hopper.sync_at(FULL + parity, 384)
+            last_row = hopper.read(first_rows.index(turn % STAGES))
+            mbarrier.arrive(is_free.index(turn % STAGES), count=1)
+            ds = ds_tiles.index(parity).permute((1, 0))
+            dq = warpgroup_mma(ds, keys, no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            hopper.arrive_at(FREE + parity)
+            hopper.arrive_at(FREE + 2 + parity)
+            hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+
+        mbarrier.arrive(keys_free, count=1)
+        past = end
+        number += 1
+        mbarrier.wait(keys_here, number & 1)
+        item = hopper.read(work.index(0))
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
@@ -440,19 +437,19 @@ def attention_backward(
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # The copies, and what is to do; both warpgroups.
     mbarrier.init(keys_here, count=2)
-    mbarrier.init(keys_free, count=2)
+    mbarrier.init(keys_free, count=3)
     for stage in gl.static_range(STAGES):
         # The copies, and what else is read of the queries.
         mbarrier.init(q_here.index(stage), count=2)
         mbarrier.init(grads_here.index(stage), count=1)
-        # Every thread of both warpgroups.
-        mbarrier.init(is_free.index(stage), count=256)
+        # Every thread of the two warpgroups that compute, and who else reads where a step is.
+        mbarrier.init(is_free.index(stage), count=257)
     gl.warp_specialize(
         [
             (attend, (
                 q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
+                dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
                 q_len,
                 kv_len,
@@ -464,7 +461,7 @@ def attention_backward(
             (attend, (
                 q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
+                dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
                 items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
                 q_len,
                 kv_len,
@@ -472,6 +469,11 @@ def attention_backward(
                 softcap,
                 window,
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 1,
+            )),
+            (add_queries, (
+                k, first_rows, work, ds_tiles, is_free, keys_here, keys_free,
+                dq_sum_ptr, items, blocks, heads, group, side, padded_len,
+                BLOCK_M, BLOCK_N, STAGES,
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
@@ -483,8 +485,8 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, STEPS,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 4, 1],
+        [208, 72, 24],
     )
 
 
@@ -516,8 +518,9 @@ def finish_queries(
     b = tl.program_id(0) // blocks // heads
     line = (b * heads + h).to(tl.int64)
     rows = block * 64 + tl.arange(0, 64)[:, None]
-    dims = tl.arange(0, 64)[None, :]
     dq_sum_ptr += (line * padded_len + block * 64) * 64
+    spoilt = 0
+    dims = tl.arange(0, 64)[None, :]
     dq = tl.load(dq_sum_ptr + tl.arange(0, 4096)) * scale
     dq = tl.reshape(dq, [8, 4, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(dq, [1, 4, 2, 0, 3, 5]), [64, 64])
@@ -525,7 +528,7 @@ def finish_queries(
     place = grad_q_ptr + b * stride_dqb + h * stride_dqh + rows * stride_dqs + dims
     tl.store(place, dq.to(grad_q_ptr.dtype.element_ty), mask=inside)
     # Not x - x != 0: fused with the product above it, that is a rounding error.
-    spoilt = tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
+    spoilt += tl.sum((~(tl.abs(dq) < float("inf"))).to(tl.int32))
     tile = line * tl.cdiv(padded_len, TILE_M) + block * 64 // TILE_M
     tl.store(spoilt_q_ptr + tile, 1, mask=spoilt > 0)
 
@@ -566,9 +569,9 @@ def finish_keys(
     rows = block * 64 + tl.arange(0, 64)[:, None]
     sum_row = line * (tl.cdiv(capacity, BLOCK_N) * BLOCK_N) + block * 64
     spoilt = 0
+    dk_sum_ptr += sum_row * 64
     dims = tl.arange(0, 64)[None, :]
     inside = (rows < capacity) & (dims < 64)
-    dk_sum_ptr += sum_row * 64
     dk = tl.load(dk_sum_ptr + tl.arange(0, 4096))
     dk = tl.reshape(dk, [8, 4, 8, 4, 2, 2])
     dk = tl.reshape(tl.permute(dk, [1, 4, 2, 0, 3, 5]), [64, 64])
@@ -576,9 +579,9 @@ def finish_keys(
     place += rows * stride_dks + dims
     tl.store(place, dk.to(grad_k_ptr.dtype.element_ty), mask=inside)
     spoilt += tl.sum((~(tl.abs(dk) < float("inf"))).to(tl.int32))
+    dv_sum_ptr += sum_row * 64
     dims = tl.arange(0, 64)[None, :]
     inside = (rows < capacity) & (dims < 64)
-    dv_sum_ptr += sum_row * 64
     dv = tl.load(dv_sum_ptr + tl.arange(0, 4096))
     dv = tl.reshape(dv, [8, 4, 8, 4, 2, 2])
     dv = tl.reshape(tl.permute(dv, [1, 4, 2, 0, 3, 5]), [64, 64])
