@@ -247,6 +247,8 @@ def _placeholders(
         "lse_ptr": torch.float32,
         "spoilt_ptr": torch.int8,
         "next_item_ptr": torch.int32,
+        "parts_ptr": torch.float32,
+        "lses_ptr": torch.float32,
         "sinks_ptr": torch.float32,
     }
     places = (

@@ -214,7 +214,7 @@ class Attention:
             out, lse = decode(call, made, invariant, route.backend, known.tapes)
         else:
             assert made is not None
-            arguments = ops.arguments_of(call, made, deterministic)
+            arguments = ops.arguments_of(call, made, deterministic, invariant)
             engine = ops.engine(route.backend, call.bound, tapes=known.tapes, **arguments)
             out, lse = ops.attention(engine, call.q, call.k, call.v, call.sinks, call.data)
         ready.remember(known, asked, call, route, schedule, made, engine)

@@ -293,3 +293,15 @@ def store_parted_rows(  # type: ignore[no-untyped-def]
     kept = gl.convert_layout(inside, gl.SliceLayout(1, layout))[:, None]
     kept = kept & (columns < width // 2)
     gl.store(pointer.to(gl.pointer_type(gl.int32), bitcast=True) + places, pairs, mask=kept)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def store_part(pointer, x, rows, inside, first: gl.constexpr, width: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Write an accumulator [64, n] as it is; the rest is as for `store_rows`."""
+    layout: gl.constexpr = accumulator(x.shape[1])
+    columns = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+    line = pointer + gl.convert_layout(rows, gl.SliceLayout(1, layout))[:, None] * width
+    kept = gl.convert_layout(inside, gl.SliceLayout(1, layout))[:, None]
+    if first + x.shape[1] > width:
+        kept = kept & (columns < width)
+    gl.store(line + columns, x, mask=kept)

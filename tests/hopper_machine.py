@@ -239,6 +239,12 @@ def _store_parted_rows(
     _store(pointer + (starts[:, None] + columns), x.to(dtype), mask=kept)
 
 
+def _store_part(
+    pointer: Pointer, x: torch.Tensor, rows: Any, inside: Any, first: int, width: int
+) -> None:
+    _store_rows(pointer, x, rows, inside, torch.float32, first, width)
+
+
 def _product(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     a = a.data if isinstance(a, Shared) else a
     product = a.float() @ b.data.float()
@@ -384,7 +390,8 @@ class Machine:
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
             store_rows=_store_rows, store_parted_rows=_store_parted_rows,
-            PropagateNan=None, place_keys=lambda first, keys: first + keys,
+            store_part=_store_part, PropagateNan=None,
+            place_keys=lambda first, keys: first + keys,
             opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

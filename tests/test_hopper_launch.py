@@ -133,3 +133,19 @@ def test_tall_tiles(launched: list[str]) -> None:
     torch.autograd.grad(out.sum(), tensors)
     assert launched[:2] == ["attention_forward", "repair_rows"]
     assert "attention_backward" in launched
+
+
+def test_row_blocks_that_are_shared(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few row blocks of many tiles, on a GPU with many processors; such a call can be recorded."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    attention, tapes = fg.Attention(mask=masks.causal), Tapes()
+    tensors = [torch.randn(1, 2, n, 64).bfloat16() for n in (200, 8192, 8192)]
+    call = attention._check_look(*tensors, {})
+    schedule = attention.schedule(*tensors, block_size=(128, 128))
+    for invariant, kernels in ((False, ["merge"]), (True, [])):
+        arguments = ops.arguments_of(call, schedule, False, invariant)
+        for _ in range(2):
+            launched.clear()
+            ops.engine("hopper", call.bound, tapes=tapes, **arguments).forward(*tensors, None, [])
+            assert launched == ["attention_forward", *kernels, "repair_rows"]
+    assert [type(x) for x in tapes._plays.values()] == [Play, Play]

@@ -7,6 +7,7 @@ import torch
 
 from flashgen.emit import parts_of
 from flashgen.tiling import INTERPRETER, Target, Tiling, choose, choose_for, inside, target_of
+from flashgen.tiling.shares import Shares, Work, choose_shares
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 ARCHS = [
@@ -143,3 +144,39 @@ def test_a_tiling_inside_larger_tiles_is_itself():
     assert inside(tiling, (256, 256)) is tiling
     assert inside(tiling, (64, 32)) is tiling
     assert inside(tiling, (192, 96)) is tiling
+
+
+def work(row_blocks: int, tiles: int, uniform: bool = True) -> Work:
+    return Work(row_blocks, 128, tiles, 128, (128, 128), uniform)
+
+
+def test_the_last_round_of_row_blocks_is_shared() -> None:
+    """Of 268 row blocks, 4 are left for a third round of 132 programs."""
+    shares = choose_shares(work(268, 64), 132)
+    assert shares.whole == 264
+    assert 8 <= shares.splits <= 64
+
+
+def test_few_row_blocks_fill_a_gpu() -> None:
+    for uniform in (True, False):
+        shares = choose_shares(work(10, 256, uniform), 132)
+        assert shares.whole == 0
+        # No more rounds than one, and hardly a processor without work.
+        assert 100 <= 10 * shares.splits <= 132
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        work(264, 64),
+        # The last round is nearly full; is short; is one of many. Row blocks that differ even
+        # themselves out.
+        work(263, 64),
+        work(10, 4),
+        work(4096, 64),
+        work(268, 64, uniform=False),
+    ],
+    ids=str,
+)
+def test_sharing_that_brings_nothing(nothing: Work) -> None:
+    assert choose_shares(nothing, 132) == Shares(nothing.row_blocks)

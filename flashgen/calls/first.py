@@ -74,7 +74,7 @@ def _go_through(
         if route.decodes:
             decode(call, schedule, invariant, route.backend)
             return
-        arguments = ops.arguments_of(call, schedule, deterministic)
+        arguments = ops.arguments_of(call, schedule, deterministic, invariant)
         engine = ops.engine(route.backend, call.bound, **arguments)
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))
         with ops.no_autocast(q.device):

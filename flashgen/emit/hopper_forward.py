@@ -257,13 +257,14 @@ def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str
     """The kernel's arguments: descriptors in the place of pointers and strides; packed: the queue
     in the place of what says where sequences are."""
     known = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES}
-    work = "items: tl.int32"
+    work = ["items: tl.int32", "whole: tl.int32", "splits: tl.int32", "shared_row: tl.int64"]
+    work += ["parts_ptr", "lses_ptr"]
     if variant.packed:
-        work = "queue_ptr"
+        work = ["queue_ptr"]
         known |= {"schedule_stride_b", "q_tiles", "sequences_ptr", "kv_lens_ptr"}
         known |= {"cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"}
     rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
     return [
-        "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", work,
+        "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", *work,
         "last_heads: tl.int32", *rest
     ]  # fmt: skip

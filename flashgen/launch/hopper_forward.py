@@ -14,9 +14,12 @@ from .. import cache, emit, launch
 from ..emit import hopper_forward as emit_hopper
 from ..geometry import Geometry
 from ..schedule import Schedule
+from ..schedule.make import has_long_rows
 from ..spec import Bound, Spec
 from ..tiling import Target, Tiling
 from ..tiling.decode import MOST_QUERIES
+from ..tiling.shares import Shares, Work, choose_shares
+from . import decode
 
 ROWS = (128, 192)
 KEYS = (128, 64)
@@ -156,13 +159,14 @@ def forward(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     dropout: None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run Hopper's forward kernel; arguments and results are those of `launch.forward`.
 
-    It has no dropout."""
+    It has no dropout. `batch_invariant`: no row block is shared, as that depends on the batch."""
     q, k, v, scale = launch.positive_scale(q, k, v, scale)
     out, lse = _results(q, v.shape[-1], geometry)
-    spoilt = torch.empty(q.shape[:3], dtype=torch.int8, device=q.device)
+    spoilt = torch.zeros(q.shape[:3], dtype=torch.int8, device=q.device)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1], schedule.block_size[0])
     heads, blocks = geometry.batch * geometry.heads, math.ceil(geometry.q_len / shape.block_m)
@@ -171,6 +175,14 @@ def forward(
         # At most; only the device knows how many of them hold a tile.
         heads, blocks = geometry.heads, schedule.states.shape[2]
     processors = launch.multiprocessors(q.device)
+    shares = Shares(heads * blocks)
+    if not is_packed and not batch_invariant:
+        shares = _shares(bound, geometry, shape, (q.shape[-1], v.shape[-1]), processors)
+    shared_row = shares.whole // blocks * geometry.q_len + shares.whole % blocks * shape.block_m
+    parts = lses = lse
+    if shares.splits > 1:
+        lses = lse.new_empty((lse.numel() - shared_row, shares.splits))
+        parts = lse.new_empty((*lses.shape, v.shape[-1]))
     values = {
         **launch.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
@@ -182,13 +194,20 @@ def forward(
         "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
         "items": heads * blocks,
         "last_heads": _last_heads(heads, geometry.group, blocks, processors),
+        "whole": shares.whole,
+        "splits": shares.splits,
+        "shared_row": shared_row,
+        "parts_ptr": parts,
+        "lses_ptr": lses,
         "batch": geometry.batch,
         "queue_ptr": schedule.queue() if is_packed else None,
     }  # fmt: skip
     kernel, repair = _kernels(bound.spec, variant, shape.groups, launch.key_parts())
     texts = generate(bound.spec, variant, shape.groups)
-    programs = min(values["items"], processors)
+    programs = min(shares.whole + (heads * blocks - shares.whole) * shares.splits, processors)
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
+    if shares.splits > 1:
+        decode.merge(parts, lses, out.view(-1, v.shape[-1])[shared_row:], lse.view(-1)[shared_row:])
     tiling = launch.default_tiling(q, v.shape[-1], schedule)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
@@ -207,6 +226,19 @@ def _results(
     if geometry.packing is None:
         return q.new_empty((batch, heads, rows, v_head_dim)), lse
     return q.new_empty((batch, rows, heads, v_head_dim)).transpose(1, 2), lse
+
+
+def _shares(
+    bound: Bound, geometry: Geometry, shape: Shape, dims: tuple[int, int], processors: int
+) -> Shares:
+    """How many programs share a row block."""
+    row_blocks = geometry.batch * geometry.heads * math.ceil(geometry.q_len / shape.block_m)
+    if not has_long_rows(bound, geometry):
+        return Shares(row_blocks)
+    tiles = math.ceil(geometry.kv_len / shape.block_n)
+    is_uniform = bound.spec.mask is None and geometry.kv_lens is None
+    work = Work(row_blocks, shape.block_m, tiles, shape.block_n, dims, is_uniform)
+    return choose_shares(work, processors)
 
 
 def _last_heads(heads: int, group: int, blocks: int, processors: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,11 +61,15 @@ def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
         from .. import cpu
 
         arguments.pop("tapes", None)
+        # Its results don't depend on the batch.
+        arguments.pop("batch_invariant", None)
         return cpu.Walk(bound, **arguments)
     return Kernels(bound, hopper=backend == "hopper", **arguments)
 
 
-def arguments_of(call: Call, schedule: Schedule, deterministic: bool) -> dict[str, Any]:
+def arguments_of(
+    call: Call, schedule: Schedule, deterministic: bool, batch_invariant: bool = False
+) -> dict[str, Any]:
     """What an engine is made with, beside its spec."""
     return {
         "geometry": call.geometry,
@@ -73,6 +78,7 @@ def arguments_of(call: Call, schedule: Schedule, deterministic: bool) -> dict[st
         "softcap": call.softcap,
         "dropout": call.dropout,
         "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
     }
 
 
@@ -86,11 +92,17 @@ class Kernels:
         bound: Bound,
         *,
         deterministic: bool = False,
+        batch_invariant: bool = False,
         hopper: bool = False,
         tapes: Tapes | None = None,
         **arguments: Any,
     ) -> None:
-        self._run_forward = launch_hopper.forward if hopper else launch.forward
+        self._run_forward: Any = launch.forward
+        if hopper:
+            self._run_forward = functools.partial(
+                launch_hopper.forward, batch_invariant=batch_invariant
+            )
+        self._batch_invariant = batch_invariant
         self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
         self.geometry = arguments["geometry"]
@@ -124,10 +136,12 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def run() -> tuple[torch.Tensor, torch.Tensor]:
             given = {"bound": with_tensors(self._bound, data), "schedule": self._schedule}
-            return self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
+            out, lse = self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
+            return out, lse
 
         read, layout = self._schedule.read_by(hopper=self._hopper)
-        key = ("forward", self._hopper, launch.precision_of(q.dtype), layout)
+        precision = launch.precision_of(q.dtype)
+        key = ("forward", self._hopper, self._batch_invariant, precision, layout)
         tensors = (q, k, v, sinks, *data, *self.geometry.tensors, *read)
         out, lse = self._tapes.run(key, tensors, run)
         return out, lse

@@ -128,7 +128,7 @@ def _forward(
         if kernel.decodes:
             out, lse = decode(call, schedule, invariant, choice, tapes)
         else:
-            arguments = arguments_of(call, schedule, known.deterministic)
+            arguments = arguments_of(call, schedule, known.deterministic, invariant)
             made = engine(choice, call.bound, tapes=tapes, **arguments)
             out, lse = made.forward(call.q, call.k, call.v, call.sinks, call.data)
     if call.geometry.packing is None:

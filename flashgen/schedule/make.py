@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..order import tables_of
 from ..records.tape import Tapes
-from ..spec import Bound
+from ..spec import Bound, Spec
 from .classify import Planner, classify
 from .runs import Runs
 from .value import Schedule, shown
@@ -121,11 +122,21 @@ def has_long_rows(bound: Bound, geometry: Geometry) -> bool:
         return False
     else:
         last = geometry.q_len - 1 + int(geometry.offset)
-    values = {"q_idx": last, "q_len": geometry.q_len, "kv_len": geometry.kv_len}
+    scalars = tuple(sorted(bound.scalars.items()))
+    return _sees_all_along(spec, scalars, last, geometry.q_len, geometry.kv_len)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sees_all_along(
+    spec: Spec, scalars: tuple[tuple[str, Any], ...], last: int, q_len: int, kv_len: int
+) -> bool:
+    """Whether the query at the position `last` sees the keys before it, as far as samples tell."""
+    assert spec.mask is not None
+    values = {"q_idx": last, "q_len": q_len, "kv_len": kv_len}
     names = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
     index = {name: torch.tensor(values.get(name, 0)) for name in names}
-    index["kv_idx"] = torch.arange(_SAMPLES) * max(min(last + 1, geometry.kv_len), 1) // _SAMPLES
-    return bool(evaluate(spec.mask, Env(index, dict(bound.scalars))).all())
+    index["kv_idx"] = torch.arange(_SAMPLES) * max(min(last + 1, kv_len), 1) // _SAMPLES
+    return bool(evaluate(spec.mask, Env(index, dict(scalars))).all())
 
 
 # Keys that are looked at to tell a long row.

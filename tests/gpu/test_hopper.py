@@ -15,6 +15,7 @@ from dense_checks import FIRST, check_against_sdpa, inputs, oracle, sdpa_error, 
 import flashgen as fg
 from flashgen import masks
 from flashgen.errors import FlashgenError
+from flashgen.launch import hopper_forward as launch_hopper
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,6 +172,72 @@ def test_short_rows_one_after_the_other(head_dim: int, is_ordered: bool) -> None
         assert torch.equal(again, lse)
     right = fg.Attention(mask=masks.causal_document)(q, k, v, backend="portable", **data)
     torch.testing.assert_close(first, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def merged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many programs shared a row block, in each call where some did."""
+    splits: list[int] = []
+    merge = launch_hopper.decode.merge
+
+    def noted(parts: torch.Tensor, *rest: Any) -> None:
+        splits.append(parts.shape[-2])
+        merge(parts, *rest)
+
+    monkeypatch.setattr(launch_hopper.decode, "merge", noted)
+    return splits
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_causal"),
+    [
+        ((1, 4, 2, 2000, 2000, 128, 128), False),
+        ((1, 2, 1, 300, 9000, 128, 128), True),
+        ((2, 5, 1, 300, 4100, 256, 256), False),
+        ((1, 2, 2, 500, 8000, 64, 64), True),
+        # More row blocks than processors.
+        ((1, 34, 2, 512, 6000, 128, 128), False),
+    ],
+    ids=str,
+)
+def test_row_blocks_that_are_shared(
+    shape: Any, is_causal: bool, merged: list[int], nan_filled_empty: None
+) -> None:
+    tensors = inputs(*shape, BF16)
+    S, T = shape[3:5]
+    allowed = causal(S, T) if is_causal else torch.ones(S, T, dtype=torch.bool, device="cuda")
+    attend = hopper(fg.Attention(mask=masks.causal if is_causal else None))
+    check_against_sdpa(attend, tensors, allowed)
+    assert merged
+    first, lse = attend(*tensors, return_lse=True)
+    for _ in range(50):
+        out, again = attend(*tensors, return_lse=True)
+        assert torch.equal(out, first)
+        assert torch.equal(again, lse)
+
+
+def test_sinks_and_what_is_not_finite_in_shares(merged: list[int]) -> None:
+    S, T = 256, 8000
+    q, k, v = inputs(1, 2, 2, S, T, 64, 64, BF16)
+    sinks = torch.randn(2, device="cuda")
+    attend = hopper(fg.Attention(mask=masks.causal, sinks=True))
+    portable = fg.Attention(mask=masks.causal, sinks=True)
+    for last in (0.0, float("inf")):
+        v[:, :, T - 100, 3] = last
+        found, lse = attend(q, k, v, sinks=sinks, return_lse=True)
+        right, exact = portable(q, k, v, sinks=sinks, backend="portable", return_lse=True)
+        torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, exact, rtol=1e-5, atol=1e-5)
+    assert merged
+
+
+def test_batch_invariance_shares_nothing(merged: list[int]) -> None:
+    q, k, v = inputs(2, 4, 4, 1000, 5000, 128, 128, BF16)
+    attend = fg.Attention(mask=masks.causal)
+    both = attend(q, k, v, batch_invariant=True)
+    one = attend(q[:1], k[:1], v[:1], batch_invariant=True)
+    assert torch.equal(both[:1], one)
+    assert not merged
 
 
 def test_beside_another_stream() -> None:

@@ -23,6 +23,33 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
+def share_of(number, whole, splits):
+    """A row block by its number in the queue, and which share of its tiles; -1: all of them."""
+    more = number - whole
+    item = gl.where(more < 0, number, whole + more // splits)
+    return item, gl.where(more < 0, -1, more % splits)
+
+
+@gluon.jit
+def overlap(first, last, before, tiles):
+    """Of tiles that stand behind `before` others: how many a share skips, and how many it has."""
+    skipped = gl.minimum(gl.maximum(first - before, 0), tiles)
+    count = gl.minimum(gl.maximum(last - before, 0), tiles) - skipped
+    return gl.where(count > 0, skipped, 0), count
+
+
+@gluon.jit
+def seek(runs, tiles):
+    """The run that holds the tile behind so many, and how many of those it holds itself."""
+    size = gl.load(runs + 1) - gl.load(runs)
+    while tiles >= gl.maximum(size, 1):
+        tiles -= size
+        runs += 2
+        size = gl.load(runs + 1) - gl.load(runs)
+    return runs, tiles
+
+
+@gluon.jit
 def place(item, items, q_len, heads, group, last_heads, BLOCK_M: gl.constexpr):
     """A row block, its batch element and its head.
 
@@ -41,10 +68,10 @@ def place(item, items, q_len, heads, group, last_heads, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, next_item_ptr, items, last_heads, counts,
-    masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width, full_width, heads,
-    group, q_len, kv_len, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready,
-    q_free, ready, free,
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, next_item_ptr, items, whole, splits, last_heads,
+    counts, masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width, full_width,
+    heads, group, q_len, kv_len, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles, places, notes,
+    q_ready, q_free, ready, free,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
     """One warp copies: queries, then the keys of a tile with the values of the one before."""
@@ -53,9 +80,10 @@ def produce(
     last_key = 0
     last_b = 0
     last_h_kv = 0
-    item = gl.program_id(0)
-    while item < items:
-        next_item = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+    number = gl.program_id(0)
+    while number < whole + (items - whole) * splits:
+        next_number = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+        item, share = share_of(number, whole, splits)
         block, b, h = place(item, items, q_len, heads, group, last_heads, BLOCK_M)
         h_kv = h // group
         schedule_row = b * schedule_stride_b + h * schedule_stride_h + block
@@ -64,19 +92,30 @@ def produce(
         masked_tiles = gl.load(counts + 3 * schedule_row)
         full_tiles = gl.load(counts + 3 * schedule_row + 1)
         ragged_tiles = gl.load(counts + 3 * schedule_row + 2)
-        masked_tile = gl.load(masked_row)
+        masked_skipped = 0
+        full_skipped = 0
+        if share >= 0:
+            tiles = ragged_tiles + masked_tiles + full_tiles
+            first = tiles * share // splits
+            last = tiles * (share + 1) // splits
+            full_skipped, full_tiles = overlap(first, last, ragged_tiles + masked_tiles, full_tiles)
+            masked_skipped, masked_tiles = overlap(first, last, ragged_tiles, masked_tiles)
+            _, ragged_tiles = overlap(first, last, 0, ragged_tiles)
+            masked_row, masked_skipped = seek(masked_row, masked_skipped)
+            full_row, full_skipped = seek(full_row, full_skipped)
+        masked_tile = gl.load(masked_row) + masked_skipped
         masked_end = gl.load(masked_row + 1)
-        full_tile = gl.load(full_row)
+        full_tile = gl.load(full_row) + full_skipped
         full_end = gl.load(full_row + 1)
         masked_next = gl.load(masked_row + 2)
         masked_next_end = gl.load(masked_row + 3)
         full_next = gl.load(full_row + 2)
         full_next_end = gl.load(full_row + 3)
         ragged_tile = kv_len // BLOCK_N
-        # Rows that see nothing look at the first tile, all masked: there is always a first one.
+        # Without a tile: one behind the last key, all masked, as there is always a first one.
         if masked_tiles + full_tiles + ragged_tiles == 0:
             ragged_tiles = 1
-            ragged_tile = 0
+            ragged_tile = gl.cdiv(kv_len, BLOCK_N)
 
         is_first = True
         for part in range(3):
@@ -122,6 +161,7 @@ def produce(
                         hopper.note(notes.index(own * 8 + 3), block)
                         hopper.note(notes.index(own * 8 + 4), b)
                         hopper.note(notes.index(own * 8 + 5), h)
+                        hopper.note(notes.index(own * 8 + 6), share)
                         hopper.mbarrier.expect(
                             q_ready.index(own),
                             q0_desc.block_type.nbytes + q1_desc.block_type.nbytes,
@@ -147,7 +187,7 @@ def produce(
                 next_tile = gl.load(runs + 2)
                 next_end = gl.load(runs + 3)
         round += 1
-        item = next_item
+        number = next_number
 
     # The last values, and word that no row block follows. Whoever computes its scores nevertheless
     # reads data of keys that there are.
@@ -167,14 +207,15 @@ def produce(
         hopper.note(notes.index(own * 8 + 3), -1)
         hopper.note(notes.index(own * 8 + 4), 0)
         hopper.note(notes.index(own * 8 + 5), 0)
+        hopper.note(notes.index(own * 8 + 6), -1)
         hopper.mbarrier.arrive(q_ready.index(own), count=1)
 
 
 @gluon.jit
 def finish(
     HALF: gl.constexpr, ROW: gl.constexpr, DTYPE: gl.constexpr,
-    block, b, h, m, l, acc0,
-    out_ptr, lse_ptr, spoilt_ptr, heads, q_len,
+    block, b, h, share, m, l, acc0,
+    out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
     BLOCK_M: gl.constexpr,
 ):
     """Outputs and LSE of 64 rows."""
@@ -182,23 +223,29 @@ def finish(
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = gl.where(l == 0.0, 1.0, l)
-    gl.store(lse_ptr + at, (m + gl.log2(divisor)) * LN2, mask=row < q_len)
+    lse = m + gl.log2(divisor)
     acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
     # 0 x inf and 0 x NaN are NaN.
     zero = gl.zeros([64], FLOAT, ROW)
     zero += gl.convert_layout(gl.sum(acc0 * 0.0, 1), ROW)
-    gl.store(spoilt_ptr + at, (zero != 0.0).to(gl.int8), mask=row < q_len)
-    hopper.store_rows(out_ptr, acc0, at, row < q_len, DTYPE, 0, 128)
+    gl.store(spoilt_ptr + at, 1, mask=(row < q_len) & (zero != 0.0))
+    if share < 0:
+        gl.store(lse_ptr + at, lse * LN2, mask=row < q_len)
+        hopper.store_rows(out_ptr, acc0, at, row < q_len, DTYPE, 0, 128)
+    else:
+        part = (at - shared_row) * splits + share
+        gl.store(lses_ptr + part, lse, mask=row < q_len)
+        hopper.store_part(parts_ptr, acc0, part, row < q_len, 0, 128)
 
 
 @gluon.jit
 def consume(
     HALF: gl.constexpr,
-    out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2, doc_ptr,
-    doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr, doc_range_0_size_0,
-    doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2, doc_range_0_stride_2,
-    doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles,
-    places, notes, q_ready, q_free, ready, free,
+    out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
+    kv_len, q_offset, scale_log2, doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr,
+    doc_range_0_size_0, doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2,
+    doc_range_0_stride_2, doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles, k0_tiles,
+    k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
     """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
@@ -216,6 +263,7 @@ def consume(
     round = 0
     last_block = -1
     last_b = 0
+    last_share = -1
     last_h = 0
     goes_on = True
     while goes_on:
@@ -227,6 +275,7 @@ def consume(
         block = hopper.read(notes.index(own * 8 + 3))
         b = hopper.read(notes.index(own * 8 + 4))
         h = hopper.read(notes.index(own * 8 + 5))
+        share = hopper.read(notes.index(own * 8 + 6))
         goes_on = block >= 0
         q0 = q0_tiles.index(own).reshape([64, 128])
         q1 = q1_tiles.index(own).reshape([64, 64])
@@ -271,8 +320,8 @@ def consume(
             hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
         if last_block >= 0:
             finish(
-                HALF, ROW, DTYPE, last_block, last_b, last_h, m, l, acc0,
-                out_ptr, lse_ptr, spoilt_ptr, heads, q_len,
+                HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, m, l, acc0,
+                out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
                 BLOCK_M,
             )
 
@@ -401,18 +450,19 @@ def consume(
         last_block = block
         last_b = b
         last_h = h
+        last_share = share
         round += 1
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
-        "items", "last_heads", "schedule_stride_b", "schedule_stride_h", "masked_width",
-        "full_width", "heads", "group", "q_len", "kv_len", "q_offset", "scale_log2",
-        "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1", "doc_range_0_size_0",
-        "doc_range_0_stride_0", "doc_range_0_size_1", "doc_range_0_stride_1",
-        "doc_range_0_size_2", "doc_range_0_stride_2", "doc_order_0_size_0",
-        "doc_order_0_stride_0"
+        "items", "whole", "splits", "shared_row", "last_heads", "schedule_stride_b",
+        "schedule_stride_h", "masked_width", "full_width", "heads", "group", "q_len", "kv_len",
+        "q_offset", "scale_log2", "doc_size_0", "doc_stride_0", "doc_size_1", "doc_stride_1",
+        "doc_range_0_size_0", "doc_range_0_stride_0", "doc_range_0_size_1",
+        "doc_range_0_stride_1", "doc_range_0_size_2", "doc_range_0_stride_2",
+        "doc_order_0_size_0", "doc_order_0_stride_0"
     ],
     do_not_specialize_on_alignment=["doc_ptr", "doc_range_0_ptr", "doc_order_0_ptr"],
 )
@@ -427,6 +477,11 @@ def attention_forward(
     v0_desc,
     next_item_ptr,
     items: gl.int32,
+    whole: gl.int32,
+    splits: gl.int32,
+    shared_row: gl.int64,
+    parts_ptr,
+    lses_ptr,
     last_heads: gl.int32,
     counts,
     masked_runs,
@@ -475,7 +530,7 @@ def attention_forward(
         q0_desc.dtype, [STAGES, 1, 1, BLOCK_N, 128], v0_desc.layout
     )
     # Where a turn's keys are; of 64 rows of queries: how many tiles of each kind they look at, and
-    # which row block they are, of which batch element and head; -1 if none follows.
+    # which row block they are, of which batch element and head, -1 if none follows; and so on.
     places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     notes = gl.allocate_shared_memory(
         gl.int32, [2 * BUFFERS * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -497,27 +552,29 @@ def attention_forward(
         [
             (consume, (
                 0,
-                out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
-                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr,
-                doc_range_0_size_0, doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2,
-                doc_range_0_stride_2, doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles,
-                k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
+                heads, q_len, kv_len, q_offset, scale_log2, doc_ptr, doc_stride_0, doc_size_1,
+                doc_stride_1, doc_range_0_ptr, doc_range_0_size_0, doc_range_0_stride_0,
+                doc_range_0_stride_1, doc_range_0_size_2, doc_range_0_stride_2, doc_order_0_ptr,
+                doc_order_0_stride_0, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles, places,
+                notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (consume, (
                 1,
-                out_ptr, lse_ptr, spoilt_ptr, q0_desc, heads, q_len, kv_len, q_offset, scale_log2,
-                doc_ptr, doc_stride_0, doc_size_1, doc_stride_1, doc_range_0_ptr,
-                doc_range_0_size_0, doc_range_0_stride_0, doc_range_0_stride_1, doc_range_0_size_2,
-                doc_range_0_stride_2, doc_order_0_ptr, doc_order_0_stride_0, q0_tiles, q1_tiles,
-                k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
+                heads, q_len, kv_len, q_offset, scale_log2, doc_ptr, doc_stride_0, doc_size_1,
+                doc_stride_1, doc_range_0_ptr, doc_range_0_size_0, doc_range_0_stride_0,
+                doc_range_0_stride_1, doc_range_0_size_2, doc_range_0_stride_2, doc_order_0_ptr,
+                doc_order_0_stride_0, q0_tiles, q1_tiles, k0_tiles, k1_tiles, v0_tiles, places,
+                notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (produce, (
-                q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, next_item_ptr, items, last_heads,
-                counts, masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width,
-                full_width, heads, group, q_len, kv_len, q0_tiles, q1_tiles, k0_tiles, k1_tiles,
-                v0_tiles, places, notes, q_ready, q_free, ready, free,
+                q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, next_item_ptr, items, whole, splits,
+                last_heads, counts, masked_runs, full_runs, schedule_stride_b, schedule_stride_h,
+                masked_width, full_width, heads, group, q_len, kv_len, q0_tiles, q1_tiles,
+                k0_tiles, k1_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
         ],
