@@ -163,8 +163,10 @@ def test_data_of_keys_where_programs_have_few_tiles(
     check(monkeypatch, fg.Attention(masks.causal_document), tensors, processors=132, **data)
 
 
-def test_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, fg.Attention(), inputs(1, 2, 2, 300, 512, 128, 128), tile=(128, 64))
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_no_mask(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    tensors = inputs(1, 2, 2, 300, 320, head_dim, head_dim)
+    check(monkeypatch, fg.Attention(), tensors, tile=(128, 64))
 
 
 @pytest.mark.parametrize("shares", [Shares(0, 3), Shares(4, 3), Shares(3, 7)], ids=str)

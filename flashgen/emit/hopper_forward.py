@@ -185,6 +185,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     mask = _mask_math(spec, variant)
     score = lower_by_key(spec.score, spec, variant, mask.assigned)
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
+    pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
     descriptors = _descriptors(q_parts, v_parts)
     arguments = _arguments(spec, variant, descriptors)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
@@ -226,7 +227,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             v_head_dim=variant.v_head_dim,
             outputs=[f"acc{part.number}" for part in v_parts],
             groups=groups,
-            held=_holds_queries(q_parts, groups, bool(mask.general.crossing or score.crossing)),
+            q_pieces=pieces,
+            held=all(piece.held for piece in pieces),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )
@@ -235,12 +237,37 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
-def _holds_queries(q_parts: tuple[Part, ...], groups: int, crosses: bool) -> bool:
-    """Whether registers have room for queries beside the scores, the output and data of keys.
+@dataclass(frozen=True)
+class Piece:
+    """Columns of a part of the head dimension, which a product takes at once; `held`: queries are
+    in registers."""
 
-    Products then read half as much shared memory, and the next queries can be copied at once."""
+    part: Part
+    first: int
+    size: int
+    held: bool
+
+    def tile(self, place: str, rows: str) -> str:
+        """Such a tile: its part's number, where it is, [rows, size]."""
+        whole = f"{self.part.number}{place}.reshape([{rows}, {self.part.size}])"
+        return (
+            whole
+            if self.size == self.part.size
+            else f"{whole}.slice({self.first}, {self.size}, dim=1)"
+        )
+
+
+def _pieces(q_parts: tuple[Part, ...], groups: int, crosses: bool) -> tuple[Piece, ...]:
+    """What registers hold of the queries beside the scores, the output and data of keys.
+
+    Products then read less shared memory, whose rate bounds those of 256 columns; and the next
+    queries can be copied at once if all are held."""
     size = sum(part.size for part in q_parts)
-    return groups == 2 and size <= (64 if crosses else 128)
+    if size == 256 and not crosses:
+        cuts = ((0, 64), (64, 64), (128, 128))
+        return tuple(Piece(q_parts[0], first, n, first == 0) for first, n in cuts)
+    held = groups == 2 and size <= (64 if crosses else 128)
+    return tuple(Piece(part, 0, part.size, held) for part in q_parts)
 
 
 def _descriptors(q_parts: tuple[Part, ...], v_parts: tuple[Part, ...]) -> list[str]:
