@@ -264,7 +264,7 @@ def _placeholders(
         dtypes[f"{tensor.name}_ptr"] = kind
     dtypes |= others or {}
     floats = {s.name for s in spec.scalars if s.kind == "float"}
-    floats |= {"scale", "scale_log2", "softcap"}
+    floats |= {"scale", "scale_log2", "to_cap", "by_scale"}
     values: list[Any] = []
     for name in names:
         if name in dtypes or name.endswith("_ptr"):

@@ -9,7 +9,7 @@ from .aot import TARGETS, Compiled, _placeholders, compile_kernel
 from .emit import decode as emit_decode
 from .launch import decode as launch_decode
 from .launch import hopper_latent as launch_hopper_latent
-from .launch import key_parts
+from .launch import key_parts, pair_bytes
 from .spec import Spec
 from .tiling import target_of
 from .tiling.decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
@@ -32,6 +32,7 @@ def blocks_for(
         latent=latent,
         page_size=_PAGE_SIZE if variant.keys == "paged" else None,
         plain=spec.score is None and not spec.softcap,
+        pair_bytes=pair_bytes(spec),
     )
 
 

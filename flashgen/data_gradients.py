@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .emit.backward import EXACT_WORDS, Wanted
+from .emit.gradients import EXACT_WORDS, Wanted
 from .expr import Expr, walk
 from .geometry import Geometry
 from .spec import Bound, Spec

@@ -11,7 +11,7 @@ from .bounds import tile_rule
 from .call import Call
 from .decoding import Kernel, describe, on_hopper
 from .emit import decode as emit_decode
-from .emit.backward import Wanted
+from .emit.gradients import Wanted
 from .kernel_names import spell
 from .launch import backward as launch_backward
 from .launch import decode as launch_decode
@@ -42,7 +42,8 @@ def _forward(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]
 def _kernel_of(call: Call) -> tuple[Spec, emit.Variant]:
     bound = spell(call.bound)
     dims = (call.q.shape[-1], call.v.shape[-1])
-    return bound.spec, launch.variant_of(bound, call.geometry, *dims, call.dropout is not None)
+    drops = call.dropout is not None
+    return bound.spec, launch.variant_of(bound, call.geometry, *dims, drops, call.q)
 
 
 def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
@@ -52,7 +53,7 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     if call.geometry.pages is None and not kernel.decodes:
         made += _backward(call, choice)
     if spec.mask is not None:
-        planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False)
+        planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False, approximates=False)
         made.append(plan.generate(spec, planning).generated)
     if choice.name == "hopper" and variant.packed:
         made.append(plan.queueing())
@@ -72,7 +73,7 @@ def _backward(call: Call, choice: Choice) -> list[emit.Generated]:
 def _no_hopper_backward(call: Call, block_size: tuple[int, int] = (128, 128)) -> str:
     """Why the gradients of a call with Hopper's forward come from portable kernels."""
     dims = (call.q.shape[-1], call.v.shape[-1])
-    given = (call.bound, call.geometry, dims, call.q.dtype, block_size, Wanted(), call.scale)
+    given = (call.bound, call.geometry, dims, call.q.dtype, block_size, call.scale)
     return launch_hopper_backward.obstacle(*given, dropout=call.dropout is not None)
 
 
@@ -113,7 +114,7 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
         backward = f"portable; {problem}" if problem else "hopper"
         rows, keys = schedule.block_size
         return f"{launch_hopper.shape_for(*dims, keys, rows)}\nbackward: {backward}"
-    return str(launch.default_tiling(call.q, dims[1], schedule))
+    return str(launch.default_tiling(call.q, dims[1], schedule, call.bound.spec))
 
 
 def explain(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:

@@ -13,7 +13,6 @@ import flashgen as fg
 from flashgen import emit, look, masks
 from flashgen.backends import Choice
 from flashgen.decoding import Kernel
-from flashgen.emit.backward import Wanted
 from flashgen.emit.hopper_backward import hopper_backward, stages_of, width_of
 from flashgen.kernel_names import spell
 from flashgen.launch.hopper_backward import obstacle
@@ -41,7 +40,7 @@ def reason(attend: Any = None, dims: tuple[int, int] = (128, 64), **changes: Any
     call = call_of(attend or fg.Attention(masks.causal), **data)
     given: dict[str, Any] = {
         "bound": call.bound, "geometry": call.geometry, "head_dims": dims, "dtype": HALF,
-        "block_size": (128, 128), "wanted": Wanted(),
+        "block_size": (128, 128),
         "scale": 0.1,
     }  # fmt: skip
     return obstacle(**(given | changes))
@@ -64,7 +63,6 @@ def test_nothing_is_in_the_way_of_plain_calls() -> None:
         ({"dims": (192, 128), "block_size": (128, 32)}, "128 x 32"),
         ({"block_size": (96, 128)}, "96 x 128"),
         ({"dims": (64, 60)}, "16 bytes"),
-        ({"wanted": Wanted(data=("slope",))}, "slope"),
         ({"scale": 0.0}, "scale"),
         ({"attend": constant, "data": {"bias": torch.zeros(40)}}, "ignores the score"),
     ],

@@ -53,13 +53,12 @@ def walk(
     rows[..., places] = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
     delta = torch.zeros_like(rows)
     delta[..., places] = own
-    changed = call.bound.spec.score is not None or call.softcap is not None
     values = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "grad_out_ptr": grad, "lse_log2_ptr": rows,
         "delta_ptr": delta, "padded_len": padded, "heads": geometry.heads,
         "kv_heads": geometry.kv_heads, "group": geometry.group, "capacity": geometry.kv_len,
-        "scale": call.scale, "scale_log2": LOG2E if changed else call.scale * LOG2E,
-        "softcap": call.softcap, **launch.position_values(geometry), **launch.data_values(bound),
+        **launch.score_values(call.scale, call.softcap, bound.spec.score is not None),
+        **launch.position_values(geometry), **launch.data_values(bound),
         **_key_schedule(schedule),
         "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.sum_width(q.shape[-1])),
     }  # fmt: skip

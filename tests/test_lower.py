@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from strategies import Problem, bounded, problems, shapes
 
 import flashgen as fg
+from flashgen.emit.distance import is_by_distance
 from flashgen.expr import Env, Expr, const, evaluate, index, load, make, scalar, substitute, walk
-from flashgen.lower import Lowered, Widths, isolate, lower
+from flashgen.lower import Lowered, Widths, isolate, lower, with_distances
 from flashgen.lower.widths import scalar_is_wide
 from flashgen.spec import Program
 
@@ -170,6 +171,50 @@ def _exactly(expr: Expr, leaves: dict[str, int]) -> int:
 )
 def test_spelling(expr: Expr, spelled: str) -> None:
     assert text(expr) == spelled
+
+
+Q, KV = index("q_idx"), index("kv_idx")
+AWAY = make("sub", Q, KV)
+
+
+@pytest.mark.parametrize(
+    ("expr", "same"),
+    [
+        (make("mul", const(0.5), make("sub", KV, Q)), "0.5 * ahead"),
+        (make("add", const(0.5), AWAY), "0.5 + -ahead"),
+        (make("add", const(0.5), make("abs", AWAY)), "0.5 + abs(-ahead)"),
+        (make("add", const(0.5), make("neg", make("sub", KV, Q))), "0.5 + -ahead"),
+        (make("add", const(0.5), make("sub", KV, const(1))), "0.5 + float(kv_idx - 1)"),
+        (make("add", AWAY, const(1)), "q_idx - kv_idx + 1"),
+    ],
+    ids=str,
+)
+def test_distances_become_floats_by_themselves(expr: Expr, same: str) -> None:
+    found = with_distances(expr)
+    read = substitute(found, lambda e: scalar("ahead", "float") if e.op == "ahead" else None)
+    assert str(read) == same
+
+
+@pytest.mark.parametrize(
+    ("place", "alone"),
+    [
+        (AWAY, True),
+        (
+            make("minimum", make("abs", make("add", make("sub", KV, const(3)), make("neg", Q))), Q),
+            False,
+        ),
+        (make("abs", make("sub", make("add", KV, const(3)), Q)), True),
+        (load("bucket", "int", (make("floordiv", AWAY, const(2)),)), True),
+        (make("where", make("le", KV, Q), AWAY, const(0)), True),
+        (make("add", Q, KV), False),
+        (make("sub", make("mul", Q, const(2)), KV), False),
+        (make("add", AWAY, load("doc", "int", (Q,))), False),
+        (Q, False),
+    ],
+    ids=str,
+)
+def test_what_is_read_by_distance_alone(place: Expr, alone: bool) -> None:
+    assert is_by_distance(place) == alone
 
 
 def test_helpers_are_named() -> None:

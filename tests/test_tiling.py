@@ -120,6 +120,22 @@ def test_a_schedule_s_own_tiles_are_worked_on_as_they_are():
         assert choose_for(target, BF16, 128, 128, block) == tiling
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("backend", "arch"), ARCHS)
+def test_data_of_pairs_fits_beside_keys_and_values(backend, arch, dtype):
+    """The pipeline keeps it in shared memory: the largest tiles have no room for it."""
+    target = target_of(backend, arch)
+    for head_dim in (64, 128, 192, 256):
+        for long_rows in (False, True):
+            plain = choose(target, dtype, head_dim, head_dim, long_rows)
+            block = (plain.block_m, plain.block_n)
+            chosen = choose_for(target, dtype, head_dim, head_dim, block, pair_bytes=12)
+            width = 2 * sum(part.size for part in parts_of(head_dim)) * dtype.itemsize
+            ahead = chosen.block_n * width + chosen.block_m * chosen.block_n * 12
+            held = chosen.block_m * width // 2
+            assert chosen.stages == 1 or held + chosen.stages * ahead <= target.shared
+
+
 @pytest.mark.parametrize("block", [(16, 16), (48, 80), (64, 16), (128, 32), (256, 256), (112, 240)])
 @pytest.mark.parametrize(("backend", "arch"), ARCHS)
 def test_blocks_divide_other_tiles(backend, arch, block):

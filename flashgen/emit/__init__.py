@@ -15,15 +15,20 @@ from .. import __version__
 from ..bounds import tile_rule
 from ..expr import Expr, leaves
 from ..layout import tidy as tidy
-from ..lower import Lowered, lower
+from ..lower import Lowered, lower, with_distances
 from ..lower.widths import size_name
 from ..order import ordered, with_tables
 from ..spec import Spec
 from .bytecode import Bytecode
 from .mask_text import keep_by_key, mask_text
+from .scores import called as called
+from .scores import full_score as full_score
+from .scores import is_added as is_added
+from .scores import reads_score as reads_score
+from .scores import scores_of as scores_of
 
 # Indices of the attention loop, as the kernels name them.
-INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")}
+INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len", "away")}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Variant:
     `offset`: where positions come from: `scalar` (an int), `tensor`, or `lens` (bottom-right of
     per-batch lengths). `wide`: scalars and data lengths passed as 64 bits. `dropout`: whether
     weights are dropped. `packed`: sequences of queries one after another. `keys`: `dense`, `packed`
-    or `paged`."""
+    or `paged`. `approximates`: scores of 16-bit inputs for NVIDIA, whose tanh is an instruction."""
 
     head_dim: int
     v_head_dim: int
@@ -43,6 +48,7 @@ class Variant:
     dropout: bool = False
     packed: bool = False
     keys: str = "dense"
+    approximates: bool = False
 
     @property
     def suffix(self) -> str:
@@ -172,6 +178,8 @@ def bare(argument: str) -> str:
 
 STRIDES = tuple(f"stride_{x}{dim}" for x in "qkvo" for dim in "bhs")
 DROPOUT = ("dropout_seed: tl.int64", "dropout_threshold: tl.int32", "dropout_scale: tl.float32")
+# How far keys are ahead of a row block's queries.
+AHEAD = "ahead(first_key, columns[None, :], q_idx, FLOAT)"
 _FIXED_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 
@@ -189,9 +197,9 @@ def attention_arguments(spec: Spec, variant: Variant) -> list[str]:
 
 def score_arguments(spec: Spec, variant: Variant) -> list[str]:
     """Factors of the scores, then the data."""
-    scaled = spec.score is not None or spec.softcap
-    arguments = [*(["scale: tl.float32"] if scaled else []), "scale_log2: tl.float32"]
-    arguments += ["softcap: tl.float32"] if spec.softcap else []
+    arguments = ["by_scale: tl.float32" if is_added(spec) else "scale: tl.float32"]
+    arguments = [*(arguments if spec.score else []), "scale_log2: tl.float32"]
+    arguments += ["to_cap: tl.float32"] if spec.softcap else []
     arguments += DROPOUT if variant.dropout else ()
     return arguments + data_arguments(spec, variant)
 
@@ -238,11 +246,6 @@ def _stage(expr: Expr) -> int:
     return int("kv_idx" in leaves(expr, "index") or reads_score(expr))
 
 
-def reads_score(expr: Expr) -> bool:
-    """Whether an expression reads the score that it changes."""
-    return bool(leaves(expr, "score"))
-
-
 def lower_for(
     exprs: list[Expr],
     spec: Spec,
@@ -250,13 +253,16 @@ def lower_for(
     taken: frozenset[str],
     stages: int = 2,
     stage_of: Callable[[Expr], int] = _stage,
+    ahead: str = "",
 ) -> Lowered:
-    """Statements of expressions in the attention loop, by default for (row block, tile)."""
+    """Statements of expressions in the attention loop, by default for (row block, tile).
+
+    `ahead`: how far keys are ahead of queries, where a kernel computes that."""
     return lower(
-        exprs,
+        [with_distances(expr) for expr in exprs] if ahead else exprs,
         stages=stages,
         stage_of=stage_of,
-        names={**INDEX_NAMES, "score": "s"},
+        names={**INDEX_NAMES, "score": "s", "ahead": ahead},
         dtypes={t.name: t.dtype for t in spec.tensors},
         wide_scalars=variant.wide,
         taken=taken | taken_names(spec, variant),
@@ -275,11 +281,11 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
         lambda exprs: lower_for(exprs, spec, variant, frozenset()),
         by_range=not repairs,
     )
-    score = lower_for([spec.score] if spec.score else [], spec, variant, mask.assigned)
+    score = lower_for(scores_of(spec), spec, variant, mask.assigned, ahead=AHEAD)
     more = ["spoilt_ptr", "items: tl.int32"] if repairs else []
     more += ["batch: tl.int32"] if repairs and variant.packed else []
     arguments = [*more, *attention_arguments(spec, variant)]
-    helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
+    helpers = called(spec, variant.approximates, mask.helpers, score.helpers)
     helpers |= {"dropped"} if variant.dropout else set()
     helpers |= {"pages"} if variant.keys == "paged" else set()
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
@@ -311,6 +317,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = 
             holds=mask.holds,
             has_mask=spec.mask is not None,
             score=full_score(spec, score),
+            is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
             dropout=variant.dropout,
@@ -327,14 +334,6 @@ def kernel_name(spec: Spec, variant: Variant) -> str:
     """What names of a call's kernels begin with."""
     dims = dict.fromkeys((variant.head_dim, variant.v_head_dim))
     return f"{spec.slug}_d" + "_".join(map(str, dims))
-
-
-def full_score(spec: Spec, score: Lowered) -> str | None:
-    """The changed score; one that ignores the old score still has its shape."""
-    if spec.score is None:
-        return None
-    text = score.results[0]
-    return text if reads_score(spec.score) else f"tl.zeros_like(s) + ({text})"
 
 
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..differentiate import ZERO, Derivatives, differentiate
-from ..expr import Expr, const, leaves, make
+from ..differentiate import ZERO
+from ..expr import Expr, const, leaves
 from ..layout import tidy
 from ..lower import Lowered
 from ..order import with_tables
 from ..spec import Spec
 from . import (
+    AHEAD,
     DROPOUT,
     Variant,
     bare,
+    called,
     data_arguments,
     environment,
     header,
@@ -25,51 +27,29 @@ from . import (
     unaligned_pointers,
     used_in,
 )
-from .mask_text import MaskText, mask_text, needed
+from .diagonal import distance_math
+from .gradients import Math, Term, Wanted, derivatives_of, how_added, place_of, reads_of, term_of
+from .mask_text import mask_text, needed
 
 TEMPLATE = "backward.py.j2"
-# Of a sum that `add_exactly` makes (templates/functions.j2): its 64-bit integers.
-EXACT_WORDS = 14
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which gradients are computed: of q, k and v, and of data by name; whether the LSE has one.
-
-    Of `data`, those in `stored` have no element that two pairs read: they are written, the others
-    added up. `exact`: in integers, so that the order of adding changes nothing."""
-
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    data: tuple[str, ...] = ()
-    lse: bool = False
-    stored: tuple[str, ...] = ()
-    exact: bool = False
-
-    @property
-    def by_query(self) -> bool:
-        """Whether the kernel along the keys runs."""
-        return self.q or bool(self.data)
-
-    @property
-    def by_key(self) -> bool:
-        """Whether the kernel along the queries runs."""
-        return self.k or self.v
 
 
 @dataclass(frozen=True)
 class Module:
-    """A generated module, and the arguments of its three kernels in order.
+    """A generated module, and the arguments of its kernels in order.
 
-    `per_pair`: the queries' kernel writes gradients of data for each pair."""
+    `diagonals`: of the one for data that is read by distance, none if there is no such data;
+    `per_pair`: the queries' kernel writes gradients of data for each pair; `has_queries`: whether
+    there is one."""
 
     name: str
     text: str
     prepare: tuple[str, ...]
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    diagonals: tuple[str, ...] = ()
     per_pair: bool = False
+    has_queries: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,48 +70,6 @@ class Kernel:
         return tuple(map(bare, self.arguments))
 
 
-@dataclass(frozen=True)
-class Math:
-    """Mask, score function and its derivative as statements of one kernel."""
-
-    row_lines: tuple[str, ...]
-    mask: MaskText
-    score_lines: tuple[str, ...]
-    slope_lines: tuple[str, ...]
-    score: str
-    slope: str
-    helpers: frozenset[str]
-    terms: tuple[Term, ...] = ()
-
-
-@dataclass(frozen=True)
-class Term:
-    """The gradient of data where the score function reads it.
-
-    `axes`: along which of queries and keys the place in the data changes; `total` names the sum
-    that is kept over a row block where it doesn't change along the keys. `how` it gets to its
-    `offset` in the buffer: `store`, `add`, or `add_exactly`."""
-
-    name: str
-    value: str
-    offset: str
-    axes: str
-    how: str
-    total: str = ""
-
-
-def derivatives_of(spec: Spec) -> Derivatives:
-    """The score function's; a score that isn't changed has 1."""
-    if spec.score is None:
-        return Derivatives(const(1.0), ())
-    return differentiate(spec.score)
-
-
-def ignores_score(spec: Spec) -> bool:
-    """Whether queries and keys have no influence, so that their gradients are 0."""
-    return derivatives_of(spec).score == ZERO
-
-
 def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = False) -> Module:
     """The backward kernels of a spec, as far as they are wanted.
 
@@ -140,9 +78,13 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = Fa
     by_query = _math(spec, variant, wanted, "q")
     by_key = _math(given, variant, wanted, "kv")
     prepare, queries, keys = _kernels(given, variant, wanted, repairs)
-    helpers = by_query.helpers | by_key.helpers | ({"tanh"} if spec.softcap else set())
+    by_distance = distance_math(given, variant, wanted)
+    diagonals = _diagonal_kernel(given, variant, by_distance.terms)
+    of_mask = by_query.mask.helpers | by_key.mask.helpers
+    of_score = by_query.helpers | by_key.helpers | by_distance.helpers
+    helpers = called(spec, variant.approximates, of_mask, of_score)
     helpers |= {"dropped"} if variant.dropout else set()
-    helpers |= {term.how for term in by_query.terms} & {"add_exactly"}
+    helpers |= {term.how for term in (*by_query.terms, *by_distance.terms)} & {"add_exactly"}
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     text = (
         environment()
@@ -158,6 +100,8 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = Fa
             by_query=by_query,
             by_key=by_key,
             terms=by_query.terms,
+            diagonals=diagonals,
+            by_distance=by_distance,
             row_lines=by_query.row_lines,
             has_mask=spec.mask is not None,
             score=spec.score is not None,
@@ -178,12 +122,19 @@ def backward(spec: Spec, variant: Variant, wanted: Wanted, *, repairs: bool = Fa
     name = f"{spec.slug}_d{variant.head_dim}" + (
         f"_{variant.v_head_dim}" if variant.v_head_dim != variant.head_dim else ""
     )
-    first, second, third = (
-        tuple(map(bare, kernel.arguments)) for kernel in (prepare, queries, keys)
-    )
     per_pair = any(term.axes == "both" for term in by_query.terms)
+    has_queries = wanted.q or bool(by_query.terms)
     kind = "repair_bwd" if repairs else "bwd"
-    return Module(f"{name}{variant.suffix}_{kind}", tidy(text), first, second, third, per_pair)
+    return Module(
+        f"{name}{variant.suffix}_{kind}",
+        tidy(text),
+        prepare.bare,
+        queries.bare,
+        keys.bare,
+        diagonals.bare,
+        per_pair,
+        has_queries,
+    )
 
 
 def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
@@ -196,12 +147,11 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
         by_range=block == "q",
     )
     if spec.score is None:
-        return Math(mask.general.row_lines, mask, (), (), "", "1.0", mask.helpers)
+        return Math(mask.general.row_lines, mask, (), (), "", "1.0", frozenset())
     found = derivatives_of(spec)
     slope = const(1.0) if found.score == ZERO else found.score
-    reads = [(load, by) for load, by in found.loads if load.attr in wanted.data]
-    reads = reads if block == "q" else []
-    exprs = [spec.score, slope, *(x for load, by in reads for x in (by, _offset(load, wanted)))]
+    reads = [] if block == "kv" else reads_of(found, wanted, variant, by_distance=False)
+    exprs = [spec.score, slope, *(x for load, by in reads for x in (by, place_of(load, wanted)))]
     score = _lower(exprs, spec, variant, block, mask.assigned)
     # What the score doesn't need waits until there is a gradient.
     first = needed(score.statements[1], score.results[:1])
@@ -210,55 +160,28 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted, block: str) -> Math:
     if not reads_score(spec.score):
         text = f"tl.zeros_like(s) + ({text})"
     terms = tuple(
-        _term(load, by, offset, number, _how(load.attr, wanted))
+        term_of(load, by, offset, number, how_added(load.attr, wanted))
         for number, ((load, _), by, offset) in enumerate(
             zip(reads, rest[::2], rest[1::2], strict=True)
         )
     )
     rows = (*mask.general.row_lines, *score.statements[0])
-    helpers = mask.helpers | score.helpers
-    return Math(rows, mask, first, later, text, slope_text, helpers, terms)
+    return Math(rows, mask, first, later, text, slope_text, score.helpers, terms)
 
 
 def _lower(
     exprs: list[Expr], spec: Spec, variant: Variant, block: str, taken: frozenset[str]
 ) -> Lowered:
     moving = "kv_idx" if block == "q" else "q_idx"
+    behind = "-ahead(first_query + q_offset, rows[None, :], kv_idx, FLOAT)"
     return lower_for(
         exprs,
         spec,
         variant,
         taken,
         stage_of=lambda e: int(moving in leaves(e, "index") or reads_score(e)),
+        ahead=AHEAD if block == "q" else f"({behind})",
     )
-
-
-def _how(name: str, wanted: Wanted) -> str:
-    if name in wanted.stored:
-        return "store"
-    return "add_exactly" if wanted.exact else "add"
-
-
-def _offset(load: Expr, wanted: Wanted) -> Expr:
-    """Where a load's gradient lies in a contiguous buffer of the data's shape."""
-    place = const(0)
-    for dim, position in enumerate(load.args):
-        size = Expr("size", "int", (), (load.attr, dim))
-        if not (position.op == "index" and position.attr in ("b", "h", "h_kv")):
-            inside = make("maximum", position, const(0))
-            position = make("minimum", inside, make("sub", size, const(1)))
-        place = make("add", make("mul", place, size), position)
-    if _how(load.attr, wanted) == "add_exactly":
-        place = make("mul", place, const(EXACT_WORDS))
-    return place
-
-
-def _term(load: Expr, by: str, offset: str, number: int, how: str) -> Term:
-    indices = leaves(load, "index")
-    sides = [side for side in ("q", "kv") if f"{side}_idx" in indices]
-    axes = "both" if len(sides) == 2 or reads_score(load) else (*sides, "none")[0]
-    total = f"{load.attr}_total_{number}" if axes in ("q", "none") else ""
-    return Term(load.attr, "ds" if by == "1.0" else f"ds * ({by})", offset, axes, how, total)
 
 
 def _strides(*letters: str) -> tuple[str, ...]:
@@ -298,6 +221,14 @@ def _kernels(
     return Kernel(tuple(prepare), strides, unspecialized), queries, keys
 
 
+def _diagonal_kernel(spec: Spec, variant: Variant, terms: tuple[Term, ...]) -> Kernel:
+    results = [*dict.fromkeys(f"grad_{term.name}_ptr" for term in terms), "states"]
+    lengths = ["heads: tl.int32", "q_tiles: tl.int32", "kv_tiles: tl.int32"]
+    return (
+        _attention_kernel(spec, variant, results, [], lengths, ()) if terms else Kernel((), (), ())
+    )
+
+
 _POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr", "lse_log2_ptr", "delta_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 _KEY_SIZES = (
@@ -326,7 +257,7 @@ def _attention_kernel(
     # The length of the queries stands before that of the padded ones.
     arguments += [*positions[:1], "padded_len: tl.int64", *positions[1:], *key_arguments(variant)]
     arguments += ["scale: tl.float32", "scale_log2: tl.float32"]
-    arguments += ["softcap: tl.float32"] if spec.softcap else []
+    arguments += ["to_cap: tl.float32"] if spec.softcap else []
     arguments += DROPOUT if variant.dropout else ()
     arguments += data_arguments(spec, variant)
     names = [bare(a) for a in arguments]

@@ -13,9 +13,11 @@ from . import (
     Part,
     Variant,
     bare,
+    called,
     environment,
     full_score,
     header,
+    is_added,
     is_pointer,
     kernel_name,
     key_arguments,
@@ -23,6 +25,7 @@ from . import (
     parts_of,
     position_arguments,
     score_arguments,
+    scores_of,
     tidy,
     unaligned_pointers,
 )
@@ -73,12 +76,12 @@ def _loop(spec: Spec, variant: Variant) -> dict[str, Any]:
         lambda exprs: lower_for(exprs, spec, variant, frozenset()),
         by_range=False,
     )
-    score = lower_for([spec.score] if spec.score else [], spec, variant, mask.assigned)
+    score = lower_for(scores_of(spec), spec, variant, mask.assigned)
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     if spec.heads is not None:
         v_parts = latent_parts(0, spec.heads.rank)
         q_parts = (*v_parts, *latent_parts(spec.heads.rank, spec.heads.rope, len(v_parts)))
-    helpers = mask.helpers | score.helpers | ({"tanh"} if spec.softcap else set())
+    helpers = called(spec, variant.approximates, mask.helpers, score.helpers)
     helpers |= {"pages"} if variant.keys == "paged" else set()
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     return {
@@ -94,6 +97,7 @@ def _loop(spec: Spec, variant: Variant) -> dict[str, Any]:
         "keep": keep_by_key(spec, mask.general.keep),
         "has_mask": spec.mask is not None,
         "score": full_score(spec, score),
+        "is_scaled": not is_added(spec),
         "softcap": spec.softcap,
         "sinks": spec.sinks,
         "dropout": False,

@@ -13,6 +13,7 @@ from ..spec import Spec
 from . import (
     Variant,
     bare,
+    called,
     data_arguments,
     environment,
     header,
@@ -20,10 +21,12 @@ from . import (
     position_arguments,
     unaligned_pointers,
 )
-from .backward import derivatives_of
+from .gradients import derivatives_of
 from .mask_text import needed
 from .shipped import Read, Shipped, ship
 
+# How far keys are ahead of a step's queries.
+_AHEAD = "(-ahead(first_row + q_offset, rows, kv_idx, FLOAT))"
 TEMPLATE = "hopper_backward.py.j2"
 
 
@@ -59,7 +62,7 @@ class Math:
     keep: str
     score: str
     slope: str
-    helpers: frozenset[str]
+    helpers: set[str]
     shipped: Shipped
 
 
@@ -76,7 +79,7 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
         .get_template(TEMPLATE)
         .render(
             header=header(spec, ""),
-            helpers=sorted(math.helpers | ({"tanh"} if spec.softcap else set())),
+            helpers=sorted(math.helpers),
             attention=attention,
             finish_queries=queries,
             finish_keys=keys,
@@ -164,9 +167,10 @@ def _math(spec: Spec, variant: Variant) -> Math:
     keys, queries, tile = mask.statements
     of_mask = Read(queries, (keep, *tile))
     if spec.score is None:
+        helpers = called(spec, True, mask.helpers, frozenset())
         lines, _, shipped = ship(spec, keys, of_mask, Read((), ()))
         keys = needed(keys, (keep, *lines, *tile))
-        return Math(keys, lines, (), tile, (), (), keep, "", "1.0", mask.helpers, shipped)
+        return Math(keys, lines, (), tile, (), (), keep, "", "1.0", helpers, shipped)
     score = _lower_score(spec, variant, mask)
     text, slope = score.results
     first = needed(score.statements[2], [text])
@@ -179,7 +183,7 @@ def _math(spec: Spec, variant: Variant) -> Math:
         text = f"gl.zeros_like(s) + ({text})"
     return Math(
         needed(keys, read), mask_lines, score_lines, tile, first, later, keep, text, slope,
-        mask.helpers | score.helpers, shipped,
+        called(spec, True, mask.helpers, score.helpers), shipped,
     )  # fmt: skip
 
 
@@ -201,7 +205,7 @@ def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]
 
 
 def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
-    return lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stage)
+    return lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stage, ahead=_AHEAD)
 
 
 def _stage(expr: Expr) -> int:
@@ -245,7 +249,7 @@ def _arguments(
     attention += ["side: tl.int32", "group: tl.int32", extent, "padded_len: tl.int32"]
     attention += _positions(variant)
     attention += ["scale: tl.float32", "scale_log2: tl.float32"]
-    attention += ["softcap: tl.float32"] if spec.softcap else []
+    attention += ["to_cap: tl.float32"] if spec.softcap else []
     attention += data_arguments(spec, variant)
     queries = ["dq_sum_ptr", "grad_q_ptr", "spoilt_q_ptr", *_strides("dq"), "heads: tl.int32"]
     queries += ["q_len: tl.int32", "padded_len: tl.int64", "scale: tl.float32"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..expr import Expr, leaves, walk
 from ..layout import tidy
-from ..lower import Lowered, isolate
+from ..lower import Lowered, isolate, with_distances
 from ..order import ordered, with_tables
 from ..spec import Spec
 from . import (
@@ -19,18 +19,24 @@ from . import (
     Variant,
     attention_arguments,
     bare,
+    called,
     environment,
     full_score,
     header,
+    is_added,
     is_pointer,
     kernel_name,
     lower_for,
     parts_of,
+    scores_of,
     unaligned_pointers,
     used_in,
 )
 from .flags import without_flags
 from .mask_text import needed
+
+# How far keys are ahead of a row block's queries.
+_AHEAD = "ahead(first_key, columns, q_idx, FLOAT)"
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,16 @@ def lower_by_key(
     variant: Variant,
     taken: frozenset[str],
     of_rows: frozenset[str] = frozenset(("q_idx",)),
+    ahead: str = "",
 ) -> Math:
     """Statements that load what belongs to a key once a tile, and not once for each score.
 
     In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
     loads are wide and few if each thread reads one key and what it read crosses over.
     `of_rows`: indices that a block's rows have of their own."""
-    exprs = () if expr is None else (expr,)
-    found = lower_for([*exprs], spec, variant, taken, stages=3, stage_of=_stages(exprs, of_rows))
+    exprs = () if expr is None else (with_distances(expr) if ahead else expr,)
+    stage_of = _stages(exprs, of_rows)
+    found = lower_for([*exprs], spec, variant, taken, stages=3, stage_of=stage_of, ahead=ahead)
     return Math(found, _read_of(found.statements[1], (*found.statements[2], *found.results)))
 
 
@@ -183,23 +191,25 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
-    score = lower_by_key(spec.score, spec, variant, mask.assigned)
+    score = lower_by_key(
+        next(iter(scores_of(spec)), None), spec, variant, mask.assigned, ahead=_AHEAD
+    )
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
     descriptors = _descriptors(q_parts, v_parts)
     arguments = _arguments(spec, variant, descriptors)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
     buffers += ["places", "notes", "q_ready", "q_free", "ready", "free"]
-    called = mask.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
+    helpers = called(spec, True, mask.helpers, score.lowered.helpers)
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     lines = [*mask.lines, *(line for part in score.lines for line in part), *score.lowered.results]
-    called |= {"sigmoid"} if any("tl.sigmoid" in line for line in lines) else set()
+    helpers |= {"sigmoid"} if any("tl.sigmoid" in line for line in lines) else set()
     text = (
         environment()
         .get_template("hopper_forward.py.j2")
         .render(
             header=header(given, command),
-            helpers=sorted(called),
+            helpers=sorted(helpers),
             arguments=arguments,
             unspecialized=[bare(a) for a in arguments if not is_pointer(a) and ":" in a],
             unaligned=unaligned_pointers(arguments, spec),
@@ -220,6 +230,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             of_lane=of_lane,
             has_mask=spec.mask is not None,
             score=across(full_score(spec, score.lowered) or "", score.crossing),
+            is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in indices,

@@ -10,14 +10,17 @@ from . import (
     Generated,
     Variant,
     bare,
+    called,
     environment,
     full_score,
     header,
+    is_added,
     is_pointer,
     kernel_name,
     key_arguments,
     position_arguments,
     score_arguments,
+    scores_of,
     unaligned_pointers,
 )
 from .decode import SCHEDULE, SCHEDULE_SIZES
@@ -33,11 +36,11 @@ def latent(spec: Spec, variant: Variant, command: str = "") -> Generated:
     assert spec.heads is not None
     isolated = None if spec.mask is None else isolate(spec.mask)
     mask = lower_by_key(isolated, spec, variant, frozenset(), _OF_ROWS)
-    score = lower_by_key(spec.score, spec, variant, mask.assigned, _OF_ROWS)
-    called = mask.lowered.helpers | score.lowered.helpers | ({"tanh"} if spec.softcap else set())
+    score = lower_by_key(next(iter(scores_of(spec)), None), spec, variant, mask.assigned, _OF_ROWS)
+    helpers = called(spec, True, mask.lowered.helpers, score.lowered.helpers)
     lines = [line for made in (mask, score) for part in made.lines for line in part]
     lines += [*mask.lowered.results, *score.lowered.results]
-    called |= {"sigmoid"} if any("tl.sigmoid" in line for line in lines) else set()
+    helpers |= {"sigmoid"} if any("tl.sigmoid" in line for line in lines) else set()
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
     arguments = _arguments(spec, variant)
     text = (
@@ -45,7 +48,7 @@ def latent(spec: Spec, variant: Variant, command: str = "") -> Generated:
         .get_template("hopper_latent.py.j2")
         .render(
             header=header(spec, command, by_range=False),
-            helpers=sorted(called),
+            helpers=sorted(helpers),
             arguments=arguments,
             unspecialized=[bare(a) for a in arguments if not is_pointer(a) and ":" in a],
             unaligned=unaligned_pointers(arguments, spec),
@@ -63,6 +66,7 @@ def latent(spec: Spec, variant: Variant, command: str = "") -> Generated:
             keep=mask.lowered.results[0] if mask.lowered.results else "",
             has_mask=spec.mask is not None,
             score=full_score(spec, score.lowered),
+            is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
             uses_q_idx="q_idx" in indices,

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from .. import ahead, cache, emit, tune
+from ..bounds import side
 from ..config import config
 from ..dropout import Dropout
 from ..errors import FlashgenError
+from ..expr import leaves, walk
 from ..geometry import Geometry
 from ..lower.widths import scalar_is_wide, size_name
 from ..order import tables_of
@@ -58,9 +60,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def variant_of(
-    bound: Bound, geometry: Geometry, head_dim: int, v_head_dim: int, dropout: bool = False
+    bound: Bound,
+    geometry: Geometry,
+    head_dim: int,
+    v_head_dim: int,
+    dropout: bool = False,
+    like: torch.Tensor | None = None,
 ) -> emit.Variant:
-    """Which kernel a call needs."""
+    """Which kernel a call needs; `like`: its queries, where the kernel computes scores of them."""
     wide = {s for s, value in bound.scalars.items() if _is_wide(value)}
     for name, tensor in bound.tensors.items():
         wide |= {size_name(name, d) for d, n in enumerate(tensor.shape) if n >= 2**31}
@@ -81,7 +88,13 @@ def variant_of(
         dropout,
         geometry.packing is not None,
         keys,
+        like is not None and _approximates(like.dtype, current_target(like.device)),
     )
+
+
+def _approximates(dtype: torch.dtype, target: Target) -> bool:
+    """Whether scores may be as inexact as 16-bit numbers are, and the target gains by it."""
+    return dtype.itemsize == 2 and target.backend == "cuda" and int(target.arch) >= 75
 
 
 def _is_wide(value: Any) -> bool:
@@ -194,6 +207,21 @@ def dropout_values(dropout: Dropout | None) -> dict[str, Any]:
     }
 
 
+def score_values(scale: float, softcap: float | None, is_scaled: bool) -> dict[str, float]:
+    """The kernel's arguments for factors of the scores: before a score function, before the cap's
+    tanh, and from there to base 2. `is_scaled`: whether the score function leaves them scaled."""
+    rest = 1.0 if is_scaled else scale
+    if softcap is not None:
+        return {"scale": scale, "to_cap": rest / softcap, "scale_log2": softcap * LOG2E}
+    return {"scale": scale, "scale_log2": rest * LOG2E}
+
+
+def forward_scales(spec: Spec, scale: float, softcap: float | None) -> dict[str, float]:
+    """The same for forward kernels, whose score functions may be of scores that aren't scaled."""
+    is_scaled = spec.score is not None and not emit.is_added(spec)
+    return {**score_values(scale, softcap, is_scaled), "by_scale": 1.0 / scale}
+
+
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
     """The kernel's arguments for a schedule's runs; strides count rows of tiles."""
     runs = schedule.kv_runs
@@ -240,7 +268,7 @@ def forward(
     out, lse = _results(q, v.shape[-1], kind, geometry)
     if not lse.numel() or not geometry.batch:
         return out, lse
-    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], dropout is not None)
+    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], dropout is not None, q)
     values = forward_values(
         q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
         softcap=softcap, sinks=sinks,
@@ -256,15 +284,25 @@ def forward(
         launch(kernel, generated.arguments, values, constants, tiling, programs)
 
     what = tuned_as(generated.name, generated.text, q.dtype)
-    default = default_tiling(q, v.shape[-1], schedule)
+    default = default_tiling(q, v.shape[-1], schedule, bound.spec)
     run(tune.blocks(what, q.device, default, schedule.block_size, run))
     return out, lse
 
 
-def default_tiling(q: torch.Tensor, v_head_dim: int, schedule: Schedule) -> Tiling:
+def default_tiling(q: torch.Tensor, v_head_dim: int, schedule: Schedule, spec: Spec) -> Tiling:
     """The blocks of the forward kernel where tuning has found no others."""
-    target = current_target(q.device)
-    return choose_for(target, q.dtype, q.shape[-1], v_head_dim, schedule.block_size)
+    target, dims = current_target(q.device), (q.shape[-1], v_head_dim)
+    return choose_for(target, q.dtype, *dims, schedule.block_size, pair_bytes(spec))
+
+
+@functools.lru_cache(maxsize=1024)
+def pair_bytes(spec: Spec) -> int:
+    """Bytes of the data that mask and score read for each pair; copies ahead have 4 at least."""
+    dtypes = {tensor.name: tensor.dtype for tensor in spec.tensors}
+    exprs = [expr for expr in (spec.mask, spec.score) if expr is not None]
+    loads = {node for expr in exprs for node in walk(expr) if node.op == "load"}
+    per_pair = (n for n in loads if side(n) == "both" or leaves(n, "score"))
+    return sum(max(4, dtypes[node.attr].itemsize) for node in per_pair)
 
 
 def tuned_as(name: str, text: str, dtype: torch.dtype) -> str:
@@ -302,11 +340,9 @@ def forward_values(
     values: dict[str, Any] = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "lse_ptr": lse, "sinks_ptr": sinks,
         "heads": geometry.heads, "group": geometry.group,
-        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
+        **forward_scales(bound.spec, scale, softcap),
         **schedule_values(schedule), **position_values(geometry), **data_values(bound),
     }  # fmt: skip
-    if bound.spec.score is not None or softcap is not None:
-        values["scale_log2"] = LOG2E
     for letter, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
     return values

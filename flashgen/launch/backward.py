@@ -13,14 +13,15 @@ import torch
 from .. import cache, data_gradients, emit, tune
 from ..config import config
 from ..dropout import Dropout
-from ..emit.backward import Module, Wanted, ignores_score
+from ..emit.backward import Module
 from ..emit.backward import backward as emit_backward
+from ..emit.gradients import Wanted, ignores_score
 from ..emit.hopper_backward import sum_width
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from ..tiling.backward import tilings
+from ..tiling.backward import square, tilings
 from . import (
     LOG2E,
     constants_of,
@@ -34,9 +35,11 @@ from . import (
     range_values,
     row_blocks,
     schedule_values,
+    score_values,
     tuned_as,
     variant_of,
 )
+from . import diagonal as launch_diagonal
 from . import hopper_backward as launch_hopper_backward
 
 _PREPARE = Tiling(64, 0, 4, 1)
@@ -105,21 +108,24 @@ def backward(
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, wanted, bound, geometry, schedule, scale, dropout is not None, deterministic
+        saved, bound, geometry, schedule, scale, dropout is not None, deterministic
     )
+    of_data = replace(kernels, q=False, k=False, v=False)
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
     grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry, on_hopper)
     if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
-    run = _Run(saved, kernels, bound, geometry, schedule, scale, softcap, dropout, on_hopper)
+    call = (bound, geometry, schedule, scale, softcap, dropout)
+    # Hopper's kernels leave gradients of data to the portable ones, as they do repairs.
+    alone = replace(kernels, data=(), stored=(), exact=False) if on_hopper else kernels
+    run = _Run(saved, alone, *call, repairs=on_hopper)
     run.prepare()
     if on_hopper:
         run.on_hopper(grads, deterministic)
-    if kernels.by_query:
-        run.by_query(grads)
-    if kernels.by_key:
-        run.by_key(grads)
+    run.portable(grads)
+    if on_hopper and of_data.data:
+        _Run(saved, of_data, *call, prepared=run).portable(grads)
     of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
@@ -137,7 +143,6 @@ def _kernels(
 
 def _obstacle_to_hopper(
     saved: Saved,
-    wanted: Wanted,
     bound: Bound,
     geometry: Geometry,
     schedule: Schedule,
@@ -148,7 +153,7 @@ def _obstacle_to_hopper(
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size
     problem = launch_hopper_backward.obstacle(
-        bound, geometry, dims, saved.q.dtype, size, wanted, scale, dropout, ordered
+        bound, geometry, dims, saved.q.dtype, size, scale, dropout, ordered
     )
     tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -238,12 +243,16 @@ class _Run:
         scale: float,
         softcap: float | None,
         dropout: Dropout | None,
-        repairs: bool,
+        repairs: bool = False,
+        prepared: _Run | None = None,
     ) -> None:
         self.saved, self.geometry, self.schedule = saved, geometry, schedule
+        self.wanted = wanted
         head_dim, v_head_dim = saved.q.shape[-1], saved.v.shape[-1]
         self.spec = bound.spec
-        self.variant = variant_of(bound, geometry, head_dim, v_head_dim, dropout is not None)
+        self.variant = variant_of(
+            bound, geometry, head_dim, v_head_dim, dropout is not None, saved.q
+        )
         made = _module(bound.spec, self.variant, wanted, repairs, key_parts())
         self.module, self.made = made
         target = current_target(saved.q.device)
@@ -257,6 +266,7 @@ class _Run:
             changed or dropout is not None,
             self.made.per_pair,
         )
+        self.square = square(target, saved.q.dtype, *dims, schedule.block_size)
         tile, is_packed = schedule.block_size[0], geometry.packing is not None
         self.spoilt: dict[str, torch.Tensor] = {}
         self.repairs = repairs
@@ -266,16 +276,19 @@ class _Run:
         self.prepare_rows = min(64, tile & -tile) if is_packed else 16 if repairs else 64
         shape = (self.batch, geometry.heads, self.padded_len)
         kind, device = saved.lse.dtype, saved.q.device
-        self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
-        self.delta = torch.empty(shape, dtype=kind, device=device)
+        if prepared is None:
+            self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
+            self.delta = torch.empty(shape, dtype=kind, device=device)
+        else:
+            self.lse_log2, self.delta = prepared.lse_log2, prepared.delta
         self.values: dict[str, Any] = {
             "q_ptr": saved.q, "k_ptr": saved.k, "v_ptr": saved.v, "grad_out_ptr": saved.grad_out,
             "lse_ptr": saved.lse, "grad_lse_ptr": saved.grad_lse, "out_ptr": saved.out,
             "lse_log2_ptr": self.lse_log2, "delta_ptr": self.delta, "padded_len": self.padded_len,
             "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
-            "capacity": geometry.kv_len, "scale": scale, "softcap": softcap,
-            "scale_log2": LOG2E if changed else scale * LOG2E,
+            "capacity": geometry.kv_len,
             "sequences_ptr": schedule.q_sequences,
+            **score_values(scale, softcap, bound.spec.score is not None),
             **position_values(geometry), **data_values(bound), **dropout_values(dropout),
             **range_values(bound.spec, schedule),
         }  # fmt: skip
@@ -319,8 +332,26 @@ class _Run:
             ordered,
         )
 
+    def portable(self, grads: Gradients) -> None:
+        """What is wanted; after `on_hopper`, repairs of it."""
+        if self.made.has_queries:
+            self.by_query(grads)
+        if self.made.diagonals:
+            self.by_distance(grads)
+        if self.wanted.by_key:
+            self.by_key(grads)
+
+    def by_distance(self, grads: Gradients) -> None:
+        """Gradients of data that is read by distance."""
+        values = {**self.values, **_key_schedule(self.schedule)}
+        values |= {f"grad_{name}_ptr": grad for name, grad in grads.data.items()}
+        kernel = self.module.attention_backward_diagonal
+        launch_diagonal.by_distance(
+            kernel, self.made, values, self.geometry, self.schedule, self.square
+        )
+
     def by_query(self, grads: Gradients) -> None:
-        """Gradients of the queries, and of data."""
+        """Gradients of the queries, and of other data."""
         geometry = self.geometry
         values = {**self.values, **schedule_values(self.schedule), "grad_q_ptr": grads.q}
         values["spoilt_ptr"] = self.spoilt.get("q")

@@ -17,13 +17,14 @@ from ..spec import Bound, Spec
 from ..tiling import Tiling
 from ..tiling.decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
 from . import (
-    LOG2E,
     alignment,
     current_target,
     data_values,
+    forward_scales,
     key_parts,
     launch,
     multiprocessors,
+    pair_bytes,
     position_values,
     positive_scale,
     precision_of,
@@ -83,6 +84,7 @@ def blocks_of(
         latent=bound.spec.heads is not None,
         page_size=geometry.pages.size if geometry.pages else None,
         plain=bound.spec.score is None and not bound.spec.softcap,
+        pair_bytes=pair_bytes(bound.spec),
     )
 
 
@@ -148,11 +150,9 @@ def prepare(
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
         "heads": geometry.heads, "group": geometry.group,
         "splits": splits.count, "split_tiles": splits.tiles,
-        "scale": scale, "scale_log2": scale * LOG2E, "softcap": softcap,
+        **forward_scales(bound.spec, scale, softcap),
         **position_values(geometry), **data_values(bound),
     }  # fmt: skip
-    if bound.spec.score is not None or softcap is not None:
-        values["scale_log2"] = LOG2E
     for letter, tensor in (("q", q), ("k", k), ("v", v)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
     if bound.spec.mask is not None:
@@ -216,7 +216,7 @@ def run(
     q, k, v = (work.values[f"{x}_ptr"] for x in "qkv")
     constants = constants_of(q, [q, k, v], blocks, partial=work.partial)
     constants |= storage_constants(bound, geometry, schedule)
-    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
     kernel, generated = kernel_of(bound.spec, variant, key_parts(), repairs)
     programs = programs_of(blocks, geometry) * work.splits.count
     launch(kernel, generated.arguments, work.values, constants, blocks.tiling, programs)

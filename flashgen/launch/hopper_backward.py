@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import cache, emit
-from ..emit.backward import Wanted, ignores_score
+from ..emit.gradients import ignores_score
 from ..emit.hopper_backward import Module, hopper_backward, keys_of, stages_of, sum_width, width_of
 from ..geometry import Geometry
 from ..spec import Bound, Spec
@@ -35,7 +35,6 @@ def obstacle(
     head_dims: tuple[int, int],
     dtype: torch.dtype,
     block_size: tuple[int, int],
-    wanted: Wanted,
     scale: float,
     dropout: bool = False,
     ordered: bool = False,
@@ -62,8 +61,6 @@ def obstacle(
         return f"packed sequences have no head dimension of {max(head_dims)} there"
     if geometry.packing is not None and block_size[1] != block_n:
         return f"packed tiles of {block_size[1]} keys aren't {block_n}"
-    if wanted.data:
-        return f"it computes no gradient of data ({', '.join(wanted.data)})"
     if scale == 0:
         return "it divides by the scale, which is 0"
     if ignores_score(bound.spec):

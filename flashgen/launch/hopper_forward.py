@@ -167,7 +167,7 @@ def forward(
     q, k, v, scale = launch.positive_scale(q, k, v, scale)
     out, lse = _results(q, v.shape[-1], geometry)
     spoilt = torch.zeros(q.shape[:3], dtype=torch.int8, device=q.device)
-    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
     shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1], schedule.block_size[0])
     heads, blocks = geometry.batch * geometry.heads, math.ceil(geometry.q_len / shape.block_m)
     is_packed = geometry.packing is not None
@@ -208,7 +208,7 @@ def forward(
     launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
     if shares.splits > 1:
         decode.merge(parts, lses, out.view(-1, v.shape[-1])[shared_row:], lse.view(-1)[shared_row:])
-    tiling = launch.default_tiling(q, v.shape[-1], schedule)
+    tiling = launch.default_tiling(q, v.shape[-1], schedule, bound.spec)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
     programs = math.ceil(values["items"] / _CHUNK)

@@ -114,7 +114,7 @@ def forward(
         (*work.lses.shape, 2), dtype=torch.int8, device=q.device
     )
     work.values.update(descriptors(q, kv, bound.spec.heads, blocks))
-    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
+    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
     kernel, generated = kernel_of(bound.spec, variant, launch.key_parts())
     constants = constants_of(bound.spec.heads, blocks, partial=work.partial)
     constants |= launch_decode.storage_constants(bound, geometry, schedule)

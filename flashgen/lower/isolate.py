@@ -63,8 +63,8 @@ def _isolated(moving: Expr, node: Expr) -> Expr | None:
     sign, rest = _affine(moving, make("sub", *node.args))
     # sign * moving + rest < 0 (or <= 0)
     if sign == 1:
-        return make(node.op, moving, _sum([(-sign, term) for sign, term in rest]))
-    return make(node.op, _sum(rest), moving) if sign == -1 else None
+        return make(node.op, moving, sum_of([(-sign, term) for sign, term in rest]))
+    return make(node.op, sum_of(rest), moving) if sign == -1 else None
 
 
 def _step(moving: Expr, left: Expr, right: Expr) -> Expr | None:
@@ -78,7 +78,7 @@ def _step(moving: Expr, left: Expr, right: Expr) -> Expr | None:
     sign, rest = _affine(moving, value)
     if sign != 1:
         return None
-    start = _sum([(1, make("mul", right, size)), *((-sign, term) for sign, term in rest)])
+    start = sum_of([(1, make("mul", right, size)), *((-sign, term) for sign, term in rest)])
     low = make("add", start, make("minimum", make("add", size, const(1)), const(0)))
     high = make("add", start, make("maximum", make("sub", size, const(1)), const(0)))
     return make("and", make("le", low, moving), make("le", moving, high))
@@ -86,7 +86,7 @@ def _step(moving: Expr, left: Expr, right: Expr) -> Expr | None:
 
 def _affine(moving: Expr, expr: Expr) -> tuple[int, list[tuple[int, Expr]]]:
     """How often a sum holds the moving position, and its other terms; 0 if it is in those too."""
-    terms = _terms(expr, 1)
+    terms = terms_of(expr, 1)
     times = sum(sign for sign, term in terms if term == moving)
     rest = [(sign, term) for sign, term in terms if term != moving]
     return (times if all(_is_fixed(moving, term) for _, term in rest) else 0), rest
@@ -96,14 +96,14 @@ def _is_fixed(moving: Expr, expr: Expr) -> bool:
     return moving.attr not in leaves(expr, "index")
 
 
-def _terms(expr: Expr, sign: int) -> list[tuple[int, Expr]]:
+def terms_of(expr: Expr, sign: int) -> list[tuple[int, Expr]]:
     """An integer expression as a sum of signed terms."""
     if expr.op == "add":
-        return _terms(expr.args[0], sign) + _terms(expr.args[1], sign)
+        return terms_of(expr.args[0], sign) + terms_of(expr.args[1], sign)
     if expr.op == "sub":
-        return _terms(expr.args[0], sign) + _terms(expr.args[1], -sign)
+        return terms_of(expr.args[0], sign) + terms_of(expr.args[1], -sign)
     if expr.op == "neg":
-        return _terms(expr.args[0], -sign)
+        return terms_of(expr.args[0], -sign)
     return [(sign, expr)]
 
 
@@ -119,11 +119,11 @@ def _remaining(terms: list[tuple[int, Expr]]) -> list[tuple[int, Expr]]:
 
 
 def _cancels(expr: Expr) -> bool:
-    terms = _terms(expr, 1)
+    terms = terms_of(expr, 1)
     return len(_remaining(terms)) < len(terms)
 
 
-def _sum(terms: list[tuple[int, Expr]]) -> Expr:
+def sum_of(terms: list[tuple[int, Expr]]) -> Expr:
     """What is added first."""
     total = const(0)
     for sign, term in sorted(_remaining(terms), key=lambda pair: -pair[0]):

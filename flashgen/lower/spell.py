@@ -30,7 +30,7 @@ _TRITON = frozenset(
     {"exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "sigmoid"}
 )
 # Written by flashgen beside the kernel that uses them (templates/functions.j2).
-HELPERS = frozenset({"floor_div", "floor_mod", "tanh", "power"})
+HELPERS = frozenset({"floor_div", "floor_mod", "tanh", "power", "ahead"})
 _NAN = "propagate_nan=tl.PropagateNan.ALL"
 
 

@@ -41,9 +41,9 @@ def lower(
 ) -> Lowered:
     """Write `exprs` as Triton.
 
-    `stage_of` says where a value changes; `names` spells indices and the score; `tiles` spells
-    summaries of tiles; `taken` are names that can't be given. A value of an earlier stage than
-    its user gets a name there, and so does one that is used twice."""
+    `stage_of` says where a value changes; `names` spells indices, the score and distances; `tiles`
+    spells summaries of tiles; `taken` are names that can't be given. A value of an earlier
+    stage than its user gets a name there, and so does one that is used twice."""
     lowering = _Lowering(stages, stage_of, names, dtypes, wide_scalars, tiles or {}, set(taken))
     return lowering.run(exprs)
 
@@ -119,6 +119,8 @@ class _Lowering:
             return spell.constant(node.attr)
         if node.op in ("index", "score"):
             return self.names[node.attr or "score"], ATOM
+        if node.op == "ahead":
+            return self.names["ahead"], ATOM
         if node.op == "scalar":
             name = self.names.get(node.attr, node.attr)
             return (f"{name} != 0", 1) if node.kind == "bool" else (name, ATOM)

@@ -21,6 +21,8 @@ _INDEX_RANGES: dict[str, Range] = {
     "kv_idx": (0, MAX_POSITION),
     "q_len": (0, MAX_POSITION),
     "kv_len": (0, MAX_POSITION),
+    # q_idx - kv_idx
+    "away": (-2 * MAX_POSITION, MAX_POSITION),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from .. import launch
 from ..config import config
-from ..emit.backward import Wanted
+from ..emit.gradients import Wanted
 from ..expr import leaves
 from ..geometry import Geometry
 from ..kernel_names import spell

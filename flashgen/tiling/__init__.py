@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -117,13 +117,37 @@ def choose_for(
     head_dim: int,
     v_head_dim: int,
     block_size: tuple[int, int],
+    pair_bytes: int = 0,
 ) -> Tiling:
-    """The blocks of the forward kernel on a schedule's tiles."""
+    """The blocks of the forward kernel on a schedule's tiles.
+
+    `pair_bytes`: of the data that is read for each pair, which the pipeline holds in shared memory
+    as it does keys and values."""
+    if pair_bytes:
+        tiling = inside(choose(target, dtype, head_dim, v_head_dim), block_size)
+        return _with_pairs(tiling, target, dtype, head_dim, v_head_dim, pair_bytes)
     for long_rows in (False, True):
         tiling = choose(target, dtype, head_dim, v_head_dim, long_rows)
         if (tiling.block_m, tiling.block_n) == block_size:
             return tiling
     return inside(choose(target, dtype, head_dim, v_head_dim), block_size)
+
+
+def _with_pairs(
+    tiling: Tiling,
+    target: Target,
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    pair_bytes: int,
+) -> Tiling:
+    """The same with fewer stages, where the data of pairs would not fit."""
+    needed = _shared_bytes(tiling, dtype.itemsize, head_dim, v_head_dim)
+    needed += tiling.stages * tiling.block_m * tiling.block_n * pair_bytes
+    if tiling.stages == 1 or needed <= target.shared:
+        return tiling
+    fewer = replace(tiling, stages=tiling.stages - 1)
+    return _with_pairs(fewer, target, dtype, head_dim, v_head_dim, pair_bytes)
 
 
 def _table(target: Target, dtype: torch.dtype, long_rows: bool) -> _Table:

@@ -69,6 +69,15 @@ def tilings(
     return queries, keys
 
 
+def square(
+    target: Target, dtype: torch.dtype, head_dim: int, v_head_dim: int, block_size: tuple[int, int]
+) -> Tiling:
+    """The blocks of the kernel along diagonals: what each place of them adds up is in registers."""
+    by_query, _ = tilings(target, dtype, head_dim, v_head_dim, block_size, has_score=True)
+    side = min(by_query.block_m, by_query.block_n)
+    return Tiling(side, side, by_query.warps, 1)
+
+
 def _tilings(
     target: Target,
     dtype: torch.dtype,

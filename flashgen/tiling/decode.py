@@ -57,10 +57,12 @@ def choose_blocks(
     latent: bool = False,
     page_size: int | None = None,
     plain: bool = True,
+    pair_bytes: int = 0,
 ) -> Blocks:
     """The blocks of a call. `dims`: of keys and values; `rows`: queries, and heads that share keys;
     `tile`: queries and keys of a schedule's tile. `latent`: values are part of the keys.
-    `page_size`: keys of a page, if they are in pages. `plain`: no function changes a score."""
+    `page_size`: keys of a page, if they are in pages. `plain`: no function changes a score.
+    `pair_bytes`: of the data that is read for each pair."""
     block_m, packed = _rows(_most_rows(dtype, latent), *rows, tile[0])
     largest = tile[1] & -tile[1]
     block_n = min(_keys(target, dtype, dims, latent), largest)
@@ -75,6 +77,7 @@ def choose_blocks(
     keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
     fixed = block_m * keys * dtype.itemsize
     stage = block_n * (keys if latent else keys + values) * dtype.itemsize
+    stage += block_m * block_n * pair_bytes
     stages = _stages(target, dtype, stage, fixed, most)
     used = fixed + stage * max(1, stages)
     return Blocks(

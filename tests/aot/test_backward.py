@@ -10,11 +10,12 @@ import torch
 import flashgen as fg
 from flashgen import aot, cache, launch, masks
 from flashgen.emit import Variant
-from flashgen.emit.backward import Wanted
+from flashgen.emit.gradients import Wanted
 from flashgen.launch.backward import generate, tilings
 from flashgen.order import with_tables
 from flashgen.spec import Spec
 from flashgen.tiling import target_of
+from flashgen.tiling.backward import square
 
 POINTERS = {
     "counts": torch.int32, "masked_runs": torch.int32, "full_runs": torch.int32,
@@ -40,7 +41,7 @@ def compile_backward(
     tile: tuple[int, int] = (128, 128),
     variant: Variant | None = None,
 ) -> aot.Compiled:
-    """Compile one of the two kernels (`q` or `kv`) on a schedule's tiles."""
+    """Compile one of the kernels (`q`, `kv` or `diagonal`) on a schedule's tiles."""
     variant = variant or Variant(head_dim, head_dim)
     made = generate(spec, variant, wanted)
     module = cache.module(made.name, made.text, launch.key_parts())
@@ -49,8 +50,8 @@ def compile_backward(
     dtypes |= {
         f"grad_{n}_ptr": torch.bfloat16 if n in wanted.stored else added for n in wanted.data
     }
-    floats = {"scale", "scale_log2", "softcap"}
-    names = {"q": made.queries, "kv": made.keys}[kind]
+    floats = {"scale", "scale_log2", "to_cap"}
+    names = {"q": made.queries, "kv": made.keys, "diagonal": made.diagonals}[kind]
     values = [
         torch.empty(0, dtype=dtypes.get(name, dtype))
         if name in dtypes or name.endswith("_ptr")
@@ -60,7 +61,8 @@ def compile_backward(
     arch = target_of(*aot.TARGETS[target])
     changed = bool(spec.score or spec.softcap or variant.dropout)
     pair = tilings(arch, dtype, head_dim, head_dim, tile, changed, made.per_pair)
-    tiling = pair[kind == "kv"]
+    along = square(arch, dtype, head_dim, head_dim, tile)
+    tiling = along if kind == "diagonal" else pair[kind == "kv"]
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     return aot.compile_kernel(
         target=target,
@@ -101,6 +103,11 @@ def relative(score, q_idx, kv_idx, table: fg.Tensor):
 
 
 @fg.attention(mask=masks.causal)
+def by_sum(score, q_idx, kv_idx, table: fg.Tensor):
+    return score + table[q_idx + kv_idx]
+
+
+@fg.attention(mask=masks.causal)
 def biased(score, b, h, q_idx, kv_idx, bias: fg.Tensor):
     return score + bias[b, h, q_idx, kv_idx]
 
@@ -116,11 +123,11 @@ def test_gradients_of_data_by_rows_and_columns(target: str, how: str) -> None:
     assert compiled.spills <= 128
 
 
-@pytest.mark.parametrize("how", ["add", "exact", "stored"])
+@pytest.mark.parametrize("how", ["exact", "stored"])
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_gradients_of_data_by_pairs(target: str, how: str) -> None:
-    """Added up as floats or in integers; or stored, where no two pairs share an element."""
-    learned, size = (biased, (1, 1, 16, 16)) if how == "stored" else (relative, (16,))
+    """Added up in integers; or stored, where no two pairs share an element."""
+    learned, size = (biased, (1, 1, 16, 16)) if how == "stored" else (by_sum, (16,))
     (name,) = (a.name for a in learned._program.params)
     wanted = Wanted(data=(name,), exact=how == "exact", stored=(name,) * (how == "stored"))
     spec = spec_of(learned, **{name: torch.zeros(size)})
@@ -128,6 +135,19 @@ def test_gradients_of_data_by_pairs(target: str, how: str) -> None:
     print(compiled)
     assert compiled.spills is not None
     assert compiled.spills <= 64
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
+def test_gradients_of_data_by_distance(target: str, exact: bool) -> None:
+    (name,) = (a.name for a in relative._program.params)
+    spec = spec_of(relative, **{name: torch.zeros(16)})
+    wanted = Wanted(q=False, k=False, v=False, data=(name,), exact=exact)
+    compiled = compile_backward(spec, target, "diagonal", 64, wanted=wanted)
+    print(compiled)
+    assert compiled.spills is not None
+    assert compiled.spills <= 64
+    assert compiled.shared <= target_of(*aot.TARGETS[target]).shared
 
 
 @pytest.mark.parametrize("kind", ["q", "kv"])

@@ -12,7 +12,7 @@ import triton
 from flashgen import cache, launch
 from flashgen.data_gradients import _rounded
 from flashgen.emit import environment
-from flashgen.emit.backward import EXACT_WORDS
+from flashgen.emit.gradients import EXACT_WORDS
 
 INF, NAN = math.inf, math.nan
 TEXT = """import triton

@@ -42,7 +42,7 @@ def seek(list, width, tiles, is_wanted, RATIO: tl.constexpr):
 @triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks, stride_vs,
-    runs_width, heads, group, splits, q_len, scale, scale_log2, slope_ptr, slope_size_0,
+    runs_width, heads, group, splits, q_len, by_scale, scale_log2, slope_ptr, slope_size_0,
     slope_stride_0, kv_len, q_offset, b, h_kv, chunk, q_block, split, share_from, share_to,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TILE_N: tl.constexpr,
     PARTIAL: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
@@ -72,6 +72,7 @@ def select_rows(
         h = head[:, None]
         q_idx = q_row[:, None] + q_offset
         slope_value = tl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+        mul_value = slope_value * by_scale
 
         lse = tl.load(lse_ptr + results, mask=inside[:, None], other=0.0)
         if not PARTIAL:
@@ -93,8 +94,7 @@ def select_rows(
             k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
             s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
             kv_idx = first_key + columns[None, :]
-            s *= scale
-            s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+            s = s + mul_value * (kv_idx - q_idx).to(FLOAT)
             keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
             s = tl.where(keep, s, float("-inf"))
 
@@ -131,7 +131,7 @@ def select_rows(
         "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
         "runs_width", "heads", "group", "splits", "split_tiles", "q_len", "kv_len", "q_offset",
-        "scale", "scale_log2", "slope_size_0", "slope_stride_0"
+        "by_scale", "scale_log2", "slope_size_0", "slope_stride_0"
     ],
     do_not_specialize_on_alignment=["slope_ptr"],
 )
@@ -162,7 +162,7 @@ def attention_decode(
     q_len: tl.int32,
     kv_len: tl.int32,
     q_offset: tl.int32,
-    scale: tl.float32,
+    by_scale: tl.float32,
     scale_log2: tl.float32,
     slope_ptr,
     slope_size_0: tl.int32,
@@ -223,6 +223,7 @@ def attention_decode(
     h = head[None, :]
     q_idx = q_row[None, :] + q_offset
     slope_value = tl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+    mul_value = slope_value * by_scale
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_N, BLOCK_M], FLOAT)
@@ -260,8 +261,7 @@ def attention_decode(
         k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
         s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[:, None]
-        s *= scale
-        s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+        s = s + mul_value * (kv_idx - q_idx).to(FLOAT)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
         s = tl.where(keep, s, float("-inf"))
 
@@ -297,7 +297,7 @@ def attention_decode(
         tl.debug_barrier()
         select_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks,
-            stride_vs, runs_width, heads, group, splits, q_len, scale, scale_log2, slope_ptr,
+            stride_vs, runs_width, heads, group, splits, q_len, by_scale, scale_log2, slope_ptr,
             slope_size_0, slope_stride_0, kv_len, q_offset, b, h_kv, chunk, q_block, split,
             share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_N, PARTIAL, OFFSET, FLOAT,
             PRECISION,

@@ -14,13 +14,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.jit
+def ahead(first, columns, rows, FLOAT: tl.constexpr):
+    """first + columns - rows as floats: a constant for each column is added to what a thread knows
+    of its own ones, of which 6 are the bits."""
+    own = columns & 6
+    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
+
+
 @triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
-    stride_os, q_len, scale, scale_log2, slope_ptr, slope_size_0, slope_stride_0, kv_len, q_offset,
-    b, h, h_kv, block, masked_tiles, full_tiles, ragged_tiles, ragged_tile, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    stride_os, q_len, by_scale, scale_log2, slope_ptr, slope_size_0, slope_stride_0, kv_len,
+    q_offset, b, h, h_kv, block, masked_tiles, full_tiles, ragged_tiles, ragged_tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """0 x inf is NaN: a value that a row must not see has reached its sum. These rows once more,
     from the LSE, with values selected instead of multiplied by 0."""
@@ -39,6 +47,7 @@ def select_rows(
         )
         q_idx = rows + q_offset
         slope_value = tl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+        mul_value = slope_value * by_scale
 
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
         acc0 = tl.zeros([16, 128], FLOAT)
@@ -64,8 +73,7 @@ def select_rows(
                 k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                s *= scale
-                s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+                s = s + mul_value * ahead(first_key, columns[None, :], q_idx, FLOAT)
                 keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
                 s = tl.where(keep, s, float("-inf"))
 
@@ -102,7 +110,7 @@ def select_rows(
         "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "group", "q_len", "kv_len", "q_offset", "scale", "scale_log2", "slope_size_0",
+        "group", "q_len", "kv_len", "q_offset", "by_scale", "scale_log2", "slope_size_0",
         "slope_stride_0"
     ],
     do_not_specialize_on_alignment=["slope_ptr"],
@@ -137,7 +145,7 @@ def attention_forward(
     q_len: tl.int32,
     kv_len: tl.int32,
     q_offset: tl.int32,
-    scale: tl.float32,
+    by_scale: tl.float32,
     scale_log2: tl.float32,
     slope_ptr,
     slope_size_0: tl.int32,
@@ -191,6 +199,7 @@ def attention_forward(
     )
     q_idx = rows + q_offset
     slope_value = tl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+    mul_value = slope_value * by_scale
 
     m = tl.full([BLOCK_M], float("-inf"), FLOAT)
     l = tl.zeros([BLOCK_M], FLOAT)
@@ -217,8 +226,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_128))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        s *= scale
-        s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+        s = s + mul_value * ahead(first_key, columns[None, :], q_idx, FLOAT)
         keep = kv_idx <= q_idx
         s = tl.where(keep, s, float("-inf"))
 
@@ -250,8 +258,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        s *= scale
-        s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+        s = s + mul_value * ahead(first_key, columns[None, :], q_idx, FLOAT)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
         s = tl.where(keep, s, float("-inf"))
 
@@ -280,8 +287,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_128))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        s *= scale
-        s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+        s = s + mul_value * ahead(first_key, columns[None, :], q_idx, FLOAT)
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -317,7 +323,7 @@ def attention_forward(
         tl.debug_barrier()
         select_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
-            stride_vs, stride_os, q_len, scale, scale_log2, slope_ptr, slope_size_0,
+            stride_vs, stride_os, q_len, by_scale, scale_log2, slope_ptr, slope_size_0,
             slope_stride_0, kv_len, q_offset, b, h, h_kv, block, masked_tiles, full_tiles,
             ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N, OFFSET, FLOAT, PRECISION,
         )

@@ -25,7 +25,7 @@ def tanh(x):
 @triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks, stride_vs,
-    stride_os, q_len, scale, scale_log2, softcap, window, kv_len, q_offset, b, h, h_kv, block,
+    stride_os, q_len, scale_log2, to_cap, window, kv_len, q_offset, b, h, h_kv, block,
     masked_tiles, full_tiles, ragged_tiles, ragged_tile, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, TILE_N: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -72,8 +72,7 @@ def select_rows(
                 k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
                 kv_idx = first_key + columns[None, :]
-                s *= scale
-                s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+                s = tanh(s * to_cap)
                 keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
                 s = tl.where(keep, s, float("-inf"))
 
@@ -110,7 +109,7 @@ def select_rows(
         "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
         "stride_vb", "stride_vh", "stride_vs", "stride_ob", "stride_oh", "stride_os",
         "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "group", "q_len", "kv_len", "q_offset", "scale", "scale_log2", "softcap", "window"
+        "group", "q_len", "kv_len", "q_offset", "scale_log2", "to_cap", "window"
     ],
     do_not_specialize_on_alignment=["sinks_ptr"],
 )
@@ -145,9 +144,8 @@ def attention_forward(
     q_len: tl.int32,
     kv_len: tl.int32,
     q_offset: tl.int32,
-    scale: tl.float32,
     scale_log2: tl.float32,
-    softcap: tl.float32,
+    to_cap: tl.float32,
     window: tl.int32,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -224,8 +222,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        s *= scale
-        s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+        s = tanh(s * to_cap)
         keep = (kv_idx <= q_idx) & (q_sub < kv_idx)
         s = tl.where(keep, s, float("-inf"))
 
@@ -257,8 +254,7 @@ def attention_forward(
         k0 = tl.load(k_tile + (k_rows + dims_64), mask=valid, other=0.0)
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[None, :]
-        s *= scale
-        s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+        s = tanh(s * to_cap)
         keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
         s = tl.where(keep, s, float("-inf"))
 
@@ -286,8 +282,7 @@ def attention_forward(
         v_tile = v_ptr + first_key * stride_vs
         k0 = tl.load(k_tile + (k_rows + dims_64))
         s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
-        s *= scale
-        s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+        s = tanh(s * to_cap)
 
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         m_safe = m_new
@@ -332,7 +327,7 @@ def attention_forward(
         tl.debug_barrier()
         select_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, masked_runs, full_runs, stride_qs, stride_ks,
-            stride_vs, stride_os, q_len, scale, scale_log2, softcap, window, kv_len, q_offset, b,
-            h, h_kv, block, masked_tiles, full_tiles, ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N,
-            TILE_N, OFFSET, FLOAT, PRECISION,
+            stride_vs, stride_os, q_len, scale_log2, to_cap, window, kv_len, q_offset, b, h, h_kv,
+            block, masked_tiles, full_tiles, ragged_tiles, ragged_tile, BLOCK_M, BLOCK_N, TILE_N,
+            OFFSET, FLOAT, PRECISION,
         )

@@ -25,6 +25,14 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
+def ahead(first, columns, rows, FLOAT: gl.constexpr):
+    """first + columns - rows as floats: a constant for each column is added to what a thread knows
+    of its own ones, of which 6 are the bits."""
+    own = columns & 6
+    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
+
+
+@gluon.jit
 def place_of(item, blocks, heads, group, side):
     """Batch element, query head, head of the keys and key block of a piece of work.
 
@@ -218,7 +226,7 @@ def attend(
 
             q_idx = first_row + q_offset + rows
             s *= scale
-            changed = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+            changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
             p = gl.exp2(changed * scale_log2 - row_lse)
             if past < masked_end:
                 p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
@@ -284,7 +292,7 @@ def attend(
 
                 q_idx = first_row + q_offset + rows
                 s *= scale
-                changed = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+                changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
                 p = gl.exp2(changed * scale_log2 - row_lse)
                 if turn + 1 < masked_end:
                     p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)

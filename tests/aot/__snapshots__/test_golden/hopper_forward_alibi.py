@@ -18,6 +18,14 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
+def ahead(first, columns, rows, FLOAT: gl.constexpr):
+    """first + columns - rows as floats: a constant for each column is added to what a thread knows
+    of its own ones, of which 6 are the bits."""
+    own = columns & 6
+    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
+
+
+@gluon.jit
 def share_of(number, whole, splits):
     """A row block by its number in the queue, and which share of its tiles; -1: all of them."""
     more = number - whole
@@ -220,8 +228,8 @@ def finish(
 def consume(
     HALF: gl.constexpr,
     out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
-    kv_len, q_offset, scale, scale_log2, slope_ptr, slope_stride_0, q0_tiles, k0_tiles, v0_tiles,
-    places, notes, q_ready, q_free, ready, free,
+    kv_len, q_offset, by_scale, scale_log2, slope_ptr, slope_stride_0, q0_tiles, k0_tiles,
+    v0_tiles, places, notes, q_ready, q_free, ready, free,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):
     """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
@@ -264,6 +272,7 @@ def consume(
         row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
         q_idx = row[:, None] + q_offset
         slope_value = gl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+        mul_value = slope_value * by_scale
         first_key = hopper.read(places.index(slot)) * BLOCK_N
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
@@ -285,8 +294,7 @@ def consume(
         l = gl.zeros([64], FLOAT, ROW)
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
         kv_idx = hopper.place_keys(first_key, columns)
-        s *= scale
-        s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+        s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
         s = gl.where(keep, s, float("-inf"))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -310,8 +318,7 @@ def consume(
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             kv_idx = hopper.place_keys(first_key, columns)
-            s *= scale
-            s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+            s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
             keep = kv_idx <= q_idx
             s = gl.where(keep, s, float("-inf"))
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
@@ -338,8 +345,7 @@ def consume(
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             kv_idx = hopper.place_keys(first_key, columns)
-            s *= scale
-            s = s + slope_value * (kv_idx - q_idx).to(FLOAT)
+            s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(s * scale_log2 - m_safe[:, None])
@@ -364,7 +370,7 @@ def consume(
     do_not_specialize=[
         "items", "whole", "splits", "shared_row", "last_heads", "schedule_stride_b",
         "schedule_stride_h", "masked_width", "full_width", "heads", "group", "q_len", "kv_len",
-        "q_offset", "scale", "scale_log2", "slope_size_0", "slope_stride_0"
+        "q_offset", "by_scale", "scale_log2", "slope_size_0", "slope_stride_0"
     ],
     do_not_specialize_on_alignment=["slope_ptr"],
 )
@@ -395,7 +401,7 @@ def attention_forward(
     q_len: gl.int32,
     kv_len: gl.int32,
     q_offset: gl.int32,
-    scale: gl.float32,
+    by_scale: gl.float32,
     scale_log2: gl.float32,
     slope_ptr,
     slope_size_0: gl.int32,
@@ -440,14 +446,14 @@ def attention_forward(
             (consume, (
                 0,
                 out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
-                heads, q_len, kv_len, q_offset, scale, scale_log2, slope_ptr, slope_stride_0,
+                heads, q_len, kv_len, q_offset, by_scale, scale_log2, slope_ptr, slope_stride_0,
                 q0_tiles, k0_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
             (consume, (
                 1,
                 out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
-                heads, q_len, kv_len, q_offset, scale, scale_log2, slope_ptr, slope_stride_0,
+                heads, q_len, kv_len, q_offset, by_scale, scale_log2, slope_ptr, slope_stride_0,
                 q0_tiles, k0_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
                 BLOCK_M, BLOCK_N, STAGES, BUFFERS,
             )),
