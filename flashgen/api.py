@@ -219,7 +219,8 @@ class Attention:
             out, lse = ops.attention(engine, call.q, call.k, call.v, call.sinks, call.data)
         ready.remember(known, asked, call, route, schedule, made, engine)
         if call.geometry.packing is not None:
-            out, lse = out[0].transpose(0, 1), lse[0]
+            # Not [0], whose gradient is copied into zeros.
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
         return out, lse if return_lse else None
 
     def _checked(

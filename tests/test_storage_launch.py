@@ -13,6 +13,7 @@ from test_hopper_launch import launched, run
 import flashgen as fg
 from flashgen import launch, masks, ops
 from flashgen.call import Call
+from flashgen.calls.routes import tile_of
 from flashgen.launch.hopper_forward import obstacle
 from flashgen.plan import compact, plan
 from flashgen.plan import queue as queue_by_kernel
@@ -121,3 +122,20 @@ def test_what_hopper_leaves_to_portable(
     geometry = replace(call.geometry, q_len=longest or call.geometry.q_len)
     found = obstacle(torch.device("cuda"), torch.bfloat16, geometry=geometry)
     assert (why in found) if why else not found
+
+
+def test_tiles_of_packed_sequences(launched: list[str]) -> None:
+    """Those of any length are of 128 queries: a new length must find the same binary."""
+    call, _ = call_of("causal", "packed")
+    assert tile_of(call, "hopper") == (128, 128)
+    assert not launched
+
+
+def test_gradients_of_packed_outputs_are_views() -> None:
+    """A result that was indexed would have its gradient copied into zeros."""
+    _, tensors = call_of("causal", "packed")
+    ends = torch.tensor([0, 70, 200], dtype=torch.int32)
+    sequences = [x[:200] for x in tensors]
+    out = CASES["causal"][0](*sequences, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    assert out.grad_fn is not None
+    assert out.grad_fn.next_functions[0][0].name() == "SqueezeBackward1"

@@ -66,6 +66,8 @@ def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int
     few = call.geometry.q_len <= MOST_QUERIES
     # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
     long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
+    # Packed sequences are shorter than they seem, and tiles of tall ones are cut more often.
+    long_rows = long_rows and not (backend == "hopper" and call.geometry.packing is not None)
     name = "portable" if few else backend
     dims = (call.q.shape[-1], call.v.shape[-1])
     found = None if few or backend == "cpu" else tune.tile_known(*_tuned_as(call, backend))
