@@ -107,6 +107,8 @@ def backward(
     `hopper`: by Hopper's kernels where they can."""
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
+    # Of packed sequences, portable kernels compute gradients of data along with the others.
+    hopper = hopper and not (geometry.packing is not None and wanted.data)
     on_hopper = hopper and not _obstacle_to_hopper(
         saved, bound, geometry, schedule, scale, dropout is not None, deterministic
     )
