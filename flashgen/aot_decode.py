@@ -15,10 +15,17 @@ from .tiling import target_of
 from .tiling.decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
 
 _TILE, _PAGE_SIZE = (64, 64), 16
+_OUTPUTS = {"out_ptr": torch.float32, "spans_ptr": torch.int64}
 
 
 def blocks_for(
-    spec: Spec, variant: emit.Variant, target: str, dtype: torch.dtype, rows: tuple[int, int]
+    spec: Spec,
+    variant: emit.Variant,
+    target: str,
+    dtype: torch.dtype,
+    rows: tuple[int, int],
+    *,
+    dealt: bool = False,
 ) -> Blocks:
     """The blocks that a call on a target takes; `rows`: queries, and heads that share keys."""
     latent = spec.heads is not None
@@ -31,7 +38,7 @@ def blocks_for(
         WHOLE_ROWS if spec.mask is None and not latent else tile,
         latent=latent,
         page_size=_PAGE_SIZE if variant.keys == "paged" else None,
-        plain=spec.score is None and not spec.softcap,
+        plain=spec.score is None and not spec.softcap and not dealt,
         pair_bytes=pair_bytes(spec),
     )
 
@@ -44,19 +51,25 @@ def compile_decode(
     dtype: torch.dtype = torch.bfloat16,
     rows: tuple[int, int] = (1, 4),
     repairs: bool = False,
+    dealt: bool = False,
 ) -> Compiled:
     """Compile a spec's kernel for few queries, of several splits, for a target of `TARGETS`.
 
-    `repairs`: the one that repairs what Hopper's kernel for latent heads found spoilt."""
-    kernel, generated = launch_decode.kernel_of(spec, variant, key_parts(), repairs)
-    blocks = blocks_for(spec, variant, target, dtype, rows)
+    `repairs`: the one that repairs what Hopper's kernel for latent heads found spoilt; `dealt`: the
+    one whose tiles are dealt over the ends of sequences."""
+    import triton.language as tl
+
+    kernel, generated = launch_decode.kernel_of(spec, variant, key_parts(), repairs, dealt)
+    blocks = blocks_for(spec, variant, target, dtype, rows, dealt=dealt)
     sample = torch.empty(1, 16, 16, 16, dtype=dtype)
     constants = launch_decode.constants_of(sample, [sample], blocks, partial=True)
+    if dealt:
+        constants["COUNT"] = tl.int32
     if spec.mask is not None:
         constants |= dict(zip(("TILE_M", "TILE_N"), _TILE, strict=True))
     if variant.keys == "paged":
         constants["PAGE_SIZE"] = _PAGE_SIZE
-    values = _placeholders(generated.arguments, spec, dtype, {"out_ptr": torch.float32})
+    values = _placeholders(generated.arguments, spec, dtype, _OUTPUTS)
     return compile_kernel(target, kernel, values, constants, blocks.tiling)
 
 
@@ -91,14 +104,18 @@ def compile_hopper_latent(
     return compile_kernel("sm_90", kernel, values, constants, blocks.tiling)
 
 
-def compile_merge(target: str, v_head_dim: int = 128) -> Compiled:
-    """Compile the kernel that merges the splits of bf16 results."""
-    generated = emit_decode.merging()
+def compile_merge(target: str, v_head_dim: int = 128, *, dealt: bool = False) -> Compiled:
+    """Compile the kernel that merges the splits of bf16 results, or the parts of `dealt` tiles."""
+    generated = emit_decode.merging(dealt)
     module = cache.module(generated.name, generated.text, key_parts())
-    dtypes = {"out_ptr": torch.bfloat16, "lse_ptr": torch.float32}
+    dtypes = {"out_ptr": torch.bfloat16, "spans_ptr": torch.int64, "cu_seqlens_q_ptr": torch.int32}
     values = [
         torch.empty(0, dtype=dtypes.get(name, torch.float32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
     constants = launch_decode.merging_constants(v_head_dim, torch.float32)
-    return compile_kernel(target, module.merge, values, constants, launch_decode.MERGING)
+    tiling = launch_decode.MERGING
+    if dealt:
+        constants |= {"CHUNK": launch_decode.DEALT_CHUNK, "PACKED": True}
+        tiling = launch_decode.DEALT_MERGING
+    return compile_kernel(target, module.merge, values, constants, tiling)

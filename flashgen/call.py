@@ -145,7 +145,7 @@ def check(
 def _lengths_differ(geometry: Geometry) -> bool:
     if (packing := geometry.packing) is not None and packing.cu_q is packing.cu_kv:
         return False
-    return geometry.q_len != geometry.kv_len or geometry.kv_lens is not None
+    return geometry.q_len != geometry.kv_len or geometry.has_lens
 
 
 def _latent_values(
@@ -244,8 +244,10 @@ def geometry_of(
     pages = pages_of(text, storage, batch, k, v)
     if pages is not None:
         kv_len = pages.table.shape[1] * pages.size
+    room = None
     if kv_lens is not None:
         kv_lens = _kv_lens(text, kv_lens, batch, kv_len, q.device)
+        room = None if q.device.type == "cpu" else kv_len
     if pages is not None:
         most = _longest_paged(text, storage, pages, kv_lens)
         longest = (longest[0], most)
@@ -258,6 +260,7 @@ def geometry_of(
         packing=packing,
         pages=pages,
         longest=longest,
+        room=room,
     )
     if found.last_position is not None and found.last_position > MAX_POSITION:
         raise FlashgenError(
@@ -296,8 +299,7 @@ def _kv_lens(
     is_read = (device.type == "cpu" or config.debug) and batch > 0
     if is_read and not 0 <= int(lens.min()) <= int(lens.max()) <= capacity:
         raise FlashgenError(f"kv_lens holds {lens.tolist()}", call=text, write=write)
-    # On a GPU a length beyond the cache can't be refused without waiting; it must not be read.
-    return lens.to(torch.int32).clamp(0, capacity).contiguous()
+    return lens.to(torch.int32).contiguous()
 
 
 def _scale(text: CallText, scale: Any, head_dim: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,10 +26,13 @@ MOST_RANK, MOST_ROPE = 512, 64
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of a call: `decode` or `forward`, and the reason for it."""
+    """The kernel of a call: `decode` or `forward`, and the reason for it.
+
+    `dealt`: its tiles are dealt over the ends of sequences."""
 
     name: str
     why: str
+    dealt: bool = False
 
     @property
     def decodes(self) -> bool:
@@ -46,6 +49,13 @@ def choose_kernel(
 
     `backend`: what runs the call, `asked` what the caller said; `invariant`: the choice must not
     depend on the batch."""
+    found = _choose(call, backend, asked, invariant)
+    bound, geometry = call.bound, call.geometry
+    dealt = launch_decode.is_dealt(bound, geometry, batch_invariant=invariant)
+    return replace(found, dealt=found.decodes and dealt)
+
+
+def _choose(call: Call, backend: str, asked: str, invariant: bool) -> Kernel:
     geometry, latent = call.geometry, call.bound.spec.heads is not None
     if backend == "cpu":
         return Kernel("forward", "the cpu backend has one way for all lengths")
@@ -58,9 +68,7 @@ def choose_kernel(
             raise _training("dropout", call)
         return Kernel("forward", "dropout is asked for")
     if geometry.packing is not None:
-        if latent:
-            raise _training("packed queries", call)
-        return Kernel("forward", "the queries are packed")
+        return _choose_packed(call, asked, latent, invariant)
     if latent:
         _check_latent(call)
         return Kernel("decode", "latent heads share their keys")
@@ -103,7 +111,7 @@ def decode(
 
     key = ("decode", hopper, bool(batch_invariant), precision_of(call.q.dtype), layout)
     given = (call.q, call.k, call.v, call.sinks, *bound.tensors.values())
-    tensors = (*given, *call.geometry.tensors, *read)
+    tensors = (*given, call.geometry.given_lens, *call.geometry.places, *read)
     out, lse = (tapes or Tapes()).run(key, tensors, run)
     return out, lse
 
@@ -111,6 +119,20 @@ def decode(
 def on_hopper(call: Call, backend: str) -> bool:
     """Whether a call that decodes runs on Hopper's own kernel; latent heads have one there."""
     return backend == "hopper" and call.bound.spec.heads is not None
+
+
+def _choose_packed(call: Call, asked: str, latent: bool, invariant: bool) -> Kernel:
+    """Of packed queries; only what the host knows of their lengths counts."""
+    most = call.geometry.q_len
+    if latent:
+        raise _training("packed queries", call)
+    if asked == "hopper":
+        return Kernel("forward", "Hopper's kernel is asked for")
+    if invariant:
+        return Kernel("forward", "the queries are packed, and splits would depend on the batch")
+    if most > MOST_QUERIES:
+        return Kernel("forward", f"the queries are packed, up to {most} of a sequence")
+    return Kernel("decode", f"packed queries, at most {MOST_QUERIES} of a sequence")
 
 
 def _choose_by_room(geometry: Geometry, invariant: bool) -> Kernel:
@@ -158,8 +180,11 @@ def _training(what: str, call: Call) -> FlashgenError:
 def describe(call: Call, schedule: Schedule, backend: str) -> str:
     """The blocks and splits of a call that decodes, for `explain`."""
     tile = launch_decode.tile_of(call.bound, schedule)
+    dealt = launch_decode.is_dealt(call.bound, call.geometry, batch_invariant=False)
     if on_hopper(call, backend):
         blocks = launch_hopper_latent.blocks_of(call.geometry.q_len, call.geometry.heads, tile)
     else:
-        blocks = launch_decode.blocks_of(call.q, call.v, call.bound, call.geometry, tile)
-    return f"{blocks}\n{launch_decode.splits_of(blocks, call.geometry, batch_invariant=False)}"
+        given = (call.q, call.v, call.bound, call.geometry, tile)
+        blocks = launch_decode.blocks_of(*given, dealt=dealt)
+    splits = launch_decode.splits_of(blocks, call.geometry, batch_invariant=False, dealt=dealt)
+    return f"{blocks}\n{splits}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -19,8 +20,10 @@ class Geometry:
     """What an attention problem looks like, apart from its mask.
 
     `kv_len` is the capacity of keys and values; `kv_lens` [B] (int32, on the device) says how
-    many of them are valid. `q_offset` is the position of the first query: an int, a tensor with 1
-    or B elements, or None for `kv_len[b] - q_len`: the queries are the last positions.
+    many of them are valid: `given_lens`, or of those at most `room`, if that is a number: on a GPU
+    the host can't see whether a length is beyond the cache. `q_offset` is the position of the first
+    query: an int, a tensor with 1 or B elements, or None for `kv_len[b] - q_len`: the queries are
+    the last positions.
     Packed: `q_len` and `kv_len` are what no sequence is longer than. Paged: `kv_len` is what a
     line of the table holds. Both have `kv_lens`, and `longest`: the most queries and keys of a
     sequence, as far as the host knows. `first` is the number of the first sequence."""
@@ -32,18 +35,37 @@ class Geometry:
     kv_len: int
     device: torch.device
     q_offset: int | torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
+    given_lens: torch.Tensor | None = None
     packing: Packing | None = None
     pages: Pages | None = None
     longest: tuple[int | None, int | None] = (None, None)
     first: int = 0
+    room: int | None = None
+
+    @property
+    def has_lens(self) -> bool:
+        """Whether each sequence has a length of its own."""
+        return self.given_lens is not None
+
+    @cached_property
+    def kv_lens(self) -> torch.Tensor | None:
+        """Lengths that lie inside the cache: an operation, if they weren't compared with it."""
+        if self.given_lens is None or self.room is None:
+            return self.given_lens
+        return self.given_lens.clamp(0, self.room)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What the device knows of lengths and places."""
-        found = [self.q_offset if isinstance(self.q_offset, torch.Tensor) else None, self.kv_lens]
+        lens = () if self.packing is None else (self.packing.q_lens,)
+        return (self.kv_lens, *lens, *self.places)
+
+    @property
+    def places(self) -> tuple[torch.Tensor | None, ...]:
+        """What the device knows beside lengths."""
+        found = [self.q_offset if isinstance(self.q_offset, torch.Tensor) else None]
         if (packing := self.packing) is not None:
-            found += [*packing.starts, packing.q_lens]
+            found += packing.starts
         if self.pages is not None:
             found.append(self.pages.table)
         return tuple(found)
@@ -90,7 +112,7 @@ class Geometry:
     def varies_by_batch(self) -> bool:
         offset = self.q_offset
         many = isinstance(offset, torch.Tensor) and offset.numel() > 1
-        return self.kv_lens is not None or many
+        return self.has_lens or many
 
     @property
     def last_position(self) -> int | None:
@@ -118,7 +140,7 @@ class Geometry:
         if not self.is_dense:
             return {}
         known = {"q_len": self.q_len, "kv_len": self.kv_len}
-        if self.kv_lens is None and isinstance(self.offset, int):
+        if not self.has_lens and isinstance(self.offset, int):
             known["q_offset"] = self.offset
         return known
 

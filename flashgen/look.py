@@ -33,7 +33,8 @@ def _forward(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]
         made = [launch_hopper_latent.generate(spec, variant)]
         return [*made, launch_decode.repairing(spec, variant), emit_decode.merging()]
     if kernel.decodes:
-        return [launch_decode.generate(spec, variant), emit_decode.merging()]
+        made = [launch_decode.generate(spec, variant, dealt=kernel.dealt)]
+        return [*made, emit_decode.merging(kernel.dealt)]
     if choice.name == "hopper":
         return list(launch_hopper.generate(spec, variant))
     return [launch.generate(spec, variant)]

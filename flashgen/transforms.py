@@ -50,7 +50,7 @@ def bare_geometry(geometry: Geometry) -> Geometry:
     return replace(
         geometry,
         q_offset=bare(geometry.q_offset),
-        kv_lens=bare(geometry.kv_lens),
+        given_lens=bare(geometry.given_lens),
         packing=packing,
         pages=None if pages is None else replace(pages, table=bare(pages.table)),
     )

@@ -12,7 +12,7 @@ from flashgen import masks
 from flashgen.decoding import choose_kernel
 from flashgen.schedule import visits
 from flashgen.tiling import Tiling, target_of
-from flashgen.tiling.decode import WHOLE_ROWS, Blocks, choose_blocks, choose_splits
+from flashgen.tiling.decode import WHOLE_ROWS, Blocks, choose_blocks, choose_splits, deal
 
 H200 = target_of("cuda", 90)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -48,6 +48,24 @@ def test_some_more_queries_decode_where_a_gpu_would_be_idle(monkeypatch):
     assert not kernel(40, kv_len=5000, batch=20).decodes
     assert not kernel(40, kv_len=5000, invariant=True).decodes
     assert not kernel(65, kv_len=5000).decodes
+
+
+@pytest.mark.parametrize(
+    ("most", "options", "why"),
+    [
+        (16, {}, "packed queries, at most 16 of a sequence"),
+        (17, {}, "the queries are packed, up to 17 of a sequence"),
+        (3, {"invariant": True}, "the queries are packed, and splits would depend on the batch"),
+        (3, {"asked": "hopper"}, "Hopper's kernel is asked for"),
+    ],
+)
+def test_packed_queries_decode_where_they_are_few(most, options, why):
+    cu = torch.tensor([0, most, most + 1], dtype=torch.int32)
+    q, k = torch.zeros(most + 1, 4, 16), torch.zeros(most + 1, 2, 16)
+    given = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    found = choose_kernel(fg.Attention()._check_look(q, k, k, given), "portable", **options)
+    assert found.why == why
+    assert found.decodes == found.dealt == (why.startswith("packed"))
 
 
 def test_latent_heads_always_decode():
@@ -117,6 +135,22 @@ def test_a_multiprocessor_has_one_large_block_where_it_has_room():
     }
     for name, value in others.items():
         assert choose_blocks(**{**usual, name: value}).tiling.block_n < 128
+
+
+@pytest.mark.parametrize(("lines", "batch"), [(8, 16), (8, 64), (8, 3), (1, 16), (200, 5)])
+def test_dealt_tiles_fill_a_gpu(lines, batch):
+    """Whole sequences to a program, or whole programs to a sequence, where that fills it too."""
+    found = deal(blocks(), lines, batch, 8192, 132)
+    rounds = found.count * lines / (132 * blocks().resident)
+    assert rounds / -(-rounds // 1) > 0.9
+    if batch in (16, 64):
+        assert found.count % batch == 0 or batch % found.count == 0
+    assert str(found) == f"the tiles of all sequences dealt to {found.count} programs"
+
+
+def test_few_keys_are_dealt_to_few_programs():
+    assert deal(blocks(), 8, 2, 512, 132).count == 4
+    assert deal(blocks(), 8, 0, 0, 132).count == 1
 
 
 def test_short_rows_are_not_split():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import flashgen as fg
 
 from ..errors import FlashgenError
+from . import flashinfer
 from .measure import Times
 from .peers import CUDNN, sdpa
 from .sides import milliseconds
@@ -99,7 +100,9 @@ def _dense(batch: int, length: int, copy: float, rounds: int) -> list[Row]:
         works["FlexAttention"] = _flex(q, k, v)
     works["flashgen"] = partial(fg.Attention(), q, k, v)
     if (batch, length) == WITH_FLEX:
-        works |= {f"flashgen, pages of {size}": _paged(q, k, v, size) for size in PAGES}
+        paged = {size: _paged(q, k, v, size) for size in PAGES}
+        works |= {f"flashgen, pages of {size}": work for size, work in paged.items()}
+        works |= _flashinfer(paged[16], "pages of 16")[1]
     _check(works)
     return _rows(f"{batch} x {length}", works, 2 * k.nbytes, copy, rounds)
 
@@ -118,18 +121,19 @@ def _window(copy: float, rounds: int) -> list[Row]:
 
 
 def _uneven(copy: float, rounds: int) -> list[Row]:
-    """Sequences of random lengths beside as many equal ones of the same total."""
+    """As many keys in sequences of equal lengths, of random ones, and with half of them in one."""
     batch, length = WITH_FLEX
+    total = batch * length
     share = torch.rand(batch, generator=torch.Generator().manual_seed(1)) + 0.05
-    ends = (batch * length * share.cumsum(0) / share.sum()).round().int()
-    random = ends.diff(prepend=ends.new_zeros(1)).to(DEVICE)
-    q, k, v = _tensors(batch, int(random.max()))
-    lengths = {"equal": torch.full_like(random, length), "random": random}
-    works: dict[str, Work] = {
-        f"flashgen, {name} lengths": partial(fg.Attention(), q, k, v, kv_lens=lens)
-        for name, lens in lengths.items()
-    }
-    moved = 2 * batch * length * KV_HEADS * DIM * k.itemsize
+    half = torch.tensor([float(batch - 1), *[1.0] * (batch - 1)])
+    lengths = {"equal": torch.ones(batch), "random": share, "one long": half}
+    works: dict[str, Work] = {}
+    for name, shares in lengths.items():
+        ends = (total * shares.cumsum(0) / shares.sum()).round().int()
+        lens = ends.diff(prepend=ends.new_zeros(1)).to(DEVICE)
+        q, k, v = _tensors(batch, int(lens.max()))
+        works[f"flashgen, {name} lengths"] = partial(fg.Attention(), q, k, v, kv_lens=lens)
+    moved = 2 * total * KV_HEADS * DIM * k.itemsize
     return _rows(f"{batch} x {length} in all", works, moved, copy, rounds)
 
 
@@ -175,7 +179,9 @@ def _host() -> list[Row]:
         "flashgen": partial(fg.Attention(), q, k, v),
         "flashgen, causal, kv_lens": partial(causal, q, k, v, kv_lens=lens),
         "flashgen, a schedule given": partial(causal, q, k, v, kv_lens=lens, schedule=schedule),
+        "flashgen, pages of 16": _paged(q, k, v, 16),
     }
+    works |= _flashinfer(works["flashgen, pages of 16"], "pages of 16")[0]
     times = {name: Times(_host_ms(work)) for name, work in works.items()}
     return rows_of("host: 2 x 512", times)
 
@@ -207,6 +213,23 @@ def _paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int) -> Work
         pools.append(torch.empty_like(pages).index_copy_(0, order, pages))
     lens = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
     return partial(fg.Attention(), q, *pools, page_table=table, kv_lens=lens)
+
+
+def _flashinfer(paged: Any, name: str) -> tuple[dict[str, Work], dict[str, Work]]:
+    """FlashInfer on what a call of flashgen with pages is given: a step planned and run, and run
+    alone; nothing where it isn't installed."""
+    q, *pools = paged.args
+    given = paged.keywords
+    found = flashinfer.decode(q, (pools[0], pools[1]), given["page_table"], given["kv_lens"])
+    if found is None:
+        return {}, {}
+    plan, run = found
+
+    def step() -> Any:
+        plan()
+        return run()
+
+    return {f"FlashInfer, {name}, planned": step}, {f"FlashInfer, {name}": run}
 
 
 def _check(works: Mapping[str, Work]) -> None:

@@ -110,7 +110,7 @@ def _timed(call: Call, backend: str) -> Callable[[tuple[int, int]], Callable[[],
 def kept_key(call: Call, block: tuple[int, int], planner: str) -> Any:
     """What a schedule depends on, if that is known on the host; else None."""
     geometry, spec = call.geometry, call.bound.spec
-    on_device = isinstance(geometry.q_offset, torch.Tensor) or geometry.kv_lens is not None
+    on_device = isinstance(geometry.q_offset, torch.Tensor) or geometry.has_lens
     if on_device or spec.mask_tensors:
         return None
     lengths = (geometry.batch, geometry.heads, geometry.kv_heads, geometry.q_len, geometry.kv_len)

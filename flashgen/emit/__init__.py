@@ -204,12 +204,15 @@ def score_arguments(spec: Spec, variant: Variant) -> list[str]:
     return arguments + data_arguments(spec, variant)
 
 
-def position_arguments(variant: Variant) -> list[str]:
-    """The kernel's arguments for lengths and positions; packed: and for where queries begin."""
+def position_arguments(variant: Variant, *, compares: bool = False) -> list[str]:
+    """The kernel's arguments for lengths and positions; packed: and for where queries begin.
+
+    `compares`: it compares lengths with the cache itself."""
     arguments = ["q_len: tl.int32"]
     if variant.packed:
         arguments = ["sequences_ptr", "cu_seqlens_q_ptr"]
     arguments.append("kv_lens_ptr" if variant.kv_lens else "kv_len: tl.int32")
+    arguments += ["kv_room: tl.int32"] if compares and variant.kv_lens else []
     if variant.offset == "scalar":
         arguments.append("q_offset: tl.int32")
     elif variant.offset == "tensor":

@@ -39,11 +39,19 @@ SCHEDULE_SIZES = (
 )
 
 
-def decode(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = False) -> Generated:
+def decode(
+    spec: Spec,
+    variant: Variant,
+    command: str = "",
+    *,
+    repairs: bool = False,
+    dealt: bool = False,
+) -> Generated:
     """The kernel that attends with a split of the keys.
 
-    `repairs`: only its careful second pass, on rows that Hopper's kernel found to be spoilt."""
-    arguments = _arguments(spec, variant, repairs)
+    `repairs`: only its careful second pass, on rows that Hopper's kernel found to be spoilt.
+    `dealt`: the tiles of all sequences in even shares; packed queries have no other kernel."""
+    arguments = _arguments(spec, variant, repairs, dealt)
     text = (
         environment()
         .get_template("decode.py.j2")
@@ -56,15 +64,16 @@ def decode(spec: Spec, variant: Variant, command: str = "", *, repairs: bool = F
             aligned_strides=[bare(a) for a in arguments if re.match(r"stride_\w+:", a)],
             kv_lens=variant.kv_lens,
             offset=variant.offset,
-            packed=False,
+            packed=variant.packed,
             key_storage=variant.keys,
             repairs=repairs,
+            dealt=dealt,
             **_select_arguments(arguments, spec, variant),
+            **_share_arguments(arguments, spec, variant, dealt),
         )
     )
-    name = (
-        f"{kernel_name(spec, variant)}{variant.suffix}_{'repair_decoded' if repairs else 'decode'}"
-    )
+    kind = "repair_decoded" if repairs else "decode_dealt" if dealt else "decode"
+    name = f"{kernel_name(spec, variant)}{variant.suffix}_{kind}"
     return Generated(name, tidy(text), tuple(map(bare, arguments)))
 
 
@@ -106,12 +115,27 @@ def _loop(spec: Spec, variant: Variant) -> dict[str, Any]:
 
 
 @functools.cache
-def merging() -> Generated:
-    """The kernel that merges the splits' results; the same for every spec."""
-    template = environment().get_template("merge.py.j2")
-    text = template.render(header="# flashgen: merging of partial results")
-    arguments = ("parts_ptr", "lses_ptr", "out_ptr", "lse_ptr", "splits")
-    return Generated("merge", tidy(text), arguments)
+def merging(dealt: bool = False) -> Generated:
+    """The kernel that merges the splits' results; the same for every spec. `dealt`: those of
+    shares that were dealt, where each row has as many as its span says."""
+    arguments = ["parts_ptr", "lses_ptr", "out_ptr", "lse_ptr"]
+    if dealt:
+        arguments += ["spans_ptr", "cu_seqlens_q_ptr"]
+        arguments += ["batch: tl.int32", "heads: tl.int32", "total_q: tl.int64"]
+    else:
+        arguments.append("splits: tl.int32")
+    text = (
+        environment()
+        .get_template("merge.py.j2")
+        .render(
+            header="# flashgen: merging of partial results",
+            arguments=arguments,
+            unspecialized=[bare(a) for a in arguments if not is_pointer(a)],
+            unaligned=[a for a in arguments if a == "cu_seqlens_q_ptr"],
+            dealt=dealt,
+        )
+    )
+    return Generated(f"merge{'_dealt' * dealt}", tidy(text), tuple(map(bare, arguments)))
 
 
 @functools.cache
@@ -141,27 +165,30 @@ def latent_parts(first: int, size: int, number: int = 0) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _arguments(spec: Spec, variant: Variant, repairs: bool) -> list[str]:
+def _arguments(spec: Spec, variant: Variant, repairs: bool, dealt: bool) -> list[str]:
     tensors = "qk" if spec.heads is not None else "qkv"
     has_mask = spec.mask is not None
     arguments = [*(f"{x}_ptr" for x in tensors), "out_ptr", "lse_ptr"]
-    arguments += ["spoilt_ptr"] if repairs else []
+    arguments += ["spoilt_ptr"] if repairs else ["spans_ptr"] if dealt else []
     arguments += ["sinks_ptr"] if spec.sinks else []
     arguments += SCHEDULE if has_mask else ()
     arguments += [f"stride_{x}{dim}: tl.int64" for x in tensors for dim in "bhs"]
     arguments += SCHEDULE_SIZES if has_mask else ()
     arguments += ["heads: tl.int32", "group: tl.int32"]
-    arguments += ["splits: tl.int32", "split_tiles: tl.int32"]
-    arguments += [*position_arguments(variant), *key_arguments(variant)]
-    arguments += ["table_width: tl.int32"] if variant.keys == "paged" else []
+    arguments += ["splits: tl.int32", "batch: tl.int32" if dealt else "split_tiles: tl.int32"]
+    arguments += ["q_room: tl.int32"] if variant.packed else []
+    given = position_arguments(variant, compares=True)
+    positions = (a for a in given if a != "sequences_ptr")
+    arguments += [*positions, *key_arguments(variant)]
+    arguments += ["table_width: tl.int32"] if variant.keys == "paged" and not dealt else []
     return arguments + score_arguments(spec, variant)
 
 
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.
 _DERIVED = ("b", "h_kv", "chunk", "q_block", "split", "share_from", "share_to")
 _UNUSED = (
-    r"counts|sinks_ptr|spoilt_ptr|kv_lens_ptr|kv_len|split_tiles|schedule_\w+|q_offset\w*|stride_.b|"
-    r"stride_kh|stride_vh|page_table_stride|table_width"
+    r"counts|sinks_ptr|spoilt_ptr|spans_ptr|kv_lens_ptr|kv_room|kv_len|split_tiles|schedule_\w+|"
+    r"q_offset\w*|stride_.b|stride_kh|stride_vh|page_table_stride|table_width|cu_seqlens_\w+"
 )
 
 
@@ -170,10 +197,37 @@ def _select_arguments(arguments: list[str], spec: Spec, variant: Variant) -> dic
     names = [n for n in map(bare, arguments) if not re.fullmatch(_UNUSED, n)]
     if is_paged:
         names += ["stride_kb", *(["stride_vb"] if "v_ptr" in names else ())]
-    names += ["kv_len", "q_offset", *_DERIVED]
+    names += [*(["q_len"] if variant.packed else ()), "kv_len", "q_offset", *_DERIVED]
     constants = ["BLOCK_M", "BLOCK_N", "GROUP", *(["TILE_N"] if spec.mask is not None else ())]
     constants += [*(["PAGE_SIZE"] if is_paged else ()), "PARTIAL", "OFFSET", "FLOAT", "PRECISION"]
     return {
         "select_call": [*names, *constants],
         "select_arguments": [*names, *(f"{c}: tl.constexpr" for c in constants)],
+    }
+
+
+# What says how many tiles are dealt of each sequence.
+_DEALING = (
+    "counts", "schedule_stride_b", "schedule_stride_h", "splits", "batch", "kv_lens_ptr", "kv_room",
+    "cu_seqlens_q_ptr",
+)  # fmt: skip
+
+
+def _share_arguments(
+    arguments: list[str], spec: Spec, variant: Variant, dealt: bool
+) -> dict[str, list[str]]:
+    """What the function takes that attends with a share, and the one that deals."""
+    names = [*map(bare, arguments), "chunk", "q_block", "split", "h_kv", "b"]
+    names += ["share_from", "share_to"] if dealt else []
+    constants = ["BLOCK_M", "BLOCK_N", "GROUP"]
+    constants += ["TILE_M", "TILE_N"] if spec.mask is not None else []
+    dealing = [n for n in map(bare, arguments) if n in _DEALING]
+    dealing += ["split", "h_kv", "q_block"]
+    others = ["PARTIAL", "ALIGN", "OFFSET", "FLOAT", "PRECISION"]
+    others = [*(["PAGE_SIZE"] if variant.keys == "paged" else ()), *others]
+    return {
+        "share_arguments": [*names, *(f"{c}: tl.constexpr" for c in (*constants, *others))],
+        "share_call": [*names, *constants, *others],
+        "deal_arguments": [*dealing, *(f"{c}: tl.constexpr" for c in (*constants, "COUNT"))],
+        "deal_call": [*dealing, *constants, "COUNT"],
     }

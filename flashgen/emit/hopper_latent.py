@@ -85,7 +85,7 @@ def _arguments(spec: Spec, variant: Variant) -> list[str]:
     arguments += ["sinks_ptr"] if spec.sinks else []
     arguments += [*SCHEDULE, *SCHEDULE_SIZES] if has_mask else ()
     arguments += ["heads: tl.int32", "splits: tl.int32", "split_tiles: tl.int32"]
-    arguments += [*position_arguments(variant), *key_arguments(variant)]
+    arguments += [*position_arguments(variant, compares=True), *key_arguments(variant)]
     return arguments + score_arguments(spec, variant)
 
 

@@ -16,7 +16,7 @@ from ..config import config
 from ..dropout import Dropout
 from ..errors import FlashgenError
 from ..expr import leaves, walk
-from ..geometry import Geometry
+from ..geometry import MAX_POSITION, Geometry
 from ..lower.widths import scalar_is_wide, size_name
 from ..order import tables_of
 from ..records import direct, tape
@@ -74,7 +74,7 @@ def variant_of(
     offset = "scalar"
     if isinstance(geometry.q_offset, torch.Tensor):
         offset = "tensor"
-    elif geometry.q_offset is None and geometry.kv_lens is not None:
+    elif geometry.q_offset is None and geometry.has_lens:
         offset = "lens"
     keys = "paged" if geometry.pages is not None else "dense"
     if geometry.packing is not None and geometry.packing.cu_kv is not None:
@@ -83,7 +83,7 @@ def variant_of(
         head_dim,
         v_head_dim,
         offset,
-        geometry.kv_lens is not None,
+        geometry.has_lens,
         frozenset(wide),
         dropout,
         geometry.packing is not None,
@@ -162,10 +162,14 @@ def tensor_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return values
 
 
-def position_values(geometry: Geometry) -> dict[str, Any]:
-    """The kernel's arguments for lengths and positions."""
+def position_values(geometry: Geometry, *, compares: bool = False) -> dict[str, Any]:
+    """The kernel's arguments for lengths and positions; `compares`: it compares lengths with the
+    cache itself."""
     values: dict[str, Any] = {"q_len": geometry.q_len, "kv_len": geometry.kv_len}
-    if geometry.kv_lens is not None:
+    if compares:
+        values["kv_lens_ptr"] = geometry.given_lens
+        values["kv_room"] = MAX_POSITION if geometry.room is None else geometry.room
+    elif geometry.has_lens:
         values["kv_lens_ptr"] = geometry.kv_lens
     offset = geometry.q_offset
     if isinstance(offset, torch.Tensor):

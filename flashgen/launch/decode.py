@@ -15,7 +15,7 @@ from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from ..tiling.decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits
+from ..tiling.decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits, deal
 from . import (
     alignment,
     current_target,
@@ -31,17 +31,20 @@ from . import (
     variant_of,
 )
 
-MERGING = Tiling(0, 0, 4, 1)
-# Of the merging: splits that are read at once, and columns of a program.
-CHUNK, COLUMNS = 32, 128
+# Of the merging: its warps, splits that are read at once, and columns of a program. Of dealt tiles,
+# rows have few parts.
+MERGING, DEALT_MERGING = Tiling(0, 0, 4, 1), Tiling(0, 0, 1, 1)
+CHUNK, DEALT_CHUNK, COLUMNS = 32, 8, 128
 # What stands for a GPU's multiprocessors where kernels are interpreted.
 _INTERPRETED = 4
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant, command: str = "") -> emit.Generated:
+def generate(
+    spec: Spec, variant: emit.Variant, command: str = "", dealt: bool = False
+) -> emit.Generated:
     """The text of the kernel; the same spec and variant give the same text."""
-    return emit_decode.decode(spec, variant, command)
+    return emit_decode.decode(spec, variant, command, dealt=dealt)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,17 +55,21 @@ def repairing(spec: Spec, variant: emit.Variant) -> emit.Generated:
 
 @functools.lru_cache(maxsize=1024)
 def kernel_of(
-    spec: Spec, variant: emit.Variant, parts: tuple[str, ...], repairs: bool = False
+    spec: Spec,
+    variant: emit.Variant,
+    parts: tuple[str, ...],
+    repairs: bool = False,
+    dealt: bool = False,
 ) -> tuple[Any, emit.Generated]:
     """The kernel, or the one that repairs, and its text."""
-    generated = (repairing if repairs else generate)(spec, variant)
+    generated = repairing(spec, variant) if repairs else generate(spec, variant, dealt=dealt)
     module = cache.module(generated.name, generated.text, parts)
     return module.repair_decoded if repairs else module.attention_decode, generated
 
 
 @functools.lru_cache(maxsize=8)
-def _merging(parts: tuple[str, ...]) -> Any:
-    generated = emit_decode.merging()
+def _merging(parts: tuple[str, ...], dealt: bool = False) -> Any:
+    generated = emit_decode.merging(dealt)
     return cache.module(generated.name, generated.text, parts).merge
 
 
@@ -72,9 +79,16 @@ def processors(device: torch.device) -> int:
 
 
 def blocks_of(
-    q: torch.Tensor, v: torch.Tensor, bound: Bound, geometry: Geometry, tile: tuple[int, int]
+    q: torch.Tensor,
+    v: torch.Tensor,
+    bound: Bound,
+    geometry: Geometry,
+    tile: tuple[int, int],
+    *,
+    dealt: bool = False,
 ) -> Blocks:
-    """The blocks that a call's kernel works on, along tiles of this size."""
+    """The blocks that a call's kernel works on, along tiles of this size; `dealt`: over the ends of
+    sequences."""
     return choose_blocks(
         current_target(q.device),
         q.dtype,
@@ -83,28 +97,47 @@ def blocks_of(
         tile,
         latent=bound.spec.heads is not None,
         page_size=geometry.pages.size if geometry.pages else None,
-        plain=bound.spec.score is None and not bound.spec.softcap,
+        plain=bound.spec.score is None and not bound.spec.softcap and not dealt,
         pair_bytes=pair_bytes(bound.spec),
     )
 
 
-def splits_of(blocks: Blocks, geometry: Geometry, *, batch_invariant: bool) -> Splits:
-    """Into how many splits the keys are cut, from what the host knows."""
+def splits_of(
+    blocks: Blocks, geometry: Geometry, *, batch_invariant: bool, dealt: bool = False
+) -> Splits:
+    """Into how many splits the keys are cut, from what the host knows; `dealt`: over the ends of
+    sequences."""
+    if dealt:
+        room = processors(geometry.device)
+        lines = programs_of(blocks, geometry, dealt=True)
+        return deal(blocks, lines, geometry.batch, geometry.kv_len, room)
     return choose_splits(
         blocks,
         max(1, programs_of(blocks, geometry)),
         geometry.kv_len,
         processors(geometry.device),
         invariant=batch_invariant,
-        even=geometry.kv_lens is None,
+        even=not geometry.has_lens,
     )
+
+
+def is_dealt(bound: Bound, geometry: Geometry, *, batch_invariant: bool) -> bool:
+    """Whether sequences may have different numbers of tiles, so that these are dealt."""
+    if geometry.packing is not None:
+        return True
+    if batch_invariant or geometry.batch == 1 or bound.spec.heads is not None:
+        return False
+    if bound.spec.mask is None:
+        return geometry.has_lens
+    return geometry.varies_by_batch or bound.spec.uses("b")
 
 
 @dataclass(frozen=True)
 class Work:
     """A call on its way to a kernel for few queries: its arguments by name, its splits, results.
 
-    `parts` and `lses` are the splits' results, and those of the call if there is one split."""
+    `parts` and `lses` are the splits' results, and those of the call if there is one split;
+    `spans`: which parts are a row's, of tiles that are dealt."""
 
     values: dict[str, Any]
     splits: Splits
@@ -112,15 +145,18 @@ class Work:
     lses: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    spans: torch.Tensor | None = None
 
     @property
     def partial(self) -> bool:
         """Whether results have to be merged."""
-        return self.splits.count > 1
+        return self.splits.count > 1 or self.splits.dealt
 
     def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of a call whose kernel has been launched."""
-        if self.partial:
+        if self.splits.dealt:
+            _merge_dealt(self)
+        elif self.partial:
             merge(self.parts, self.lses, self.out, self.lse)
         return self.out, self.lse
 
@@ -139,26 +175,41 @@ def prepare(
     splits: Splits,
 ) -> Work:
     """The arguments of `forward`, whose scale is positive, as a kernel takes them."""
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    lse = q.new_empty(q.shape[:3], dtype=kind)
-    parts, lses = out, lse
-    if splits.count > 1:
-        parts = q.new_empty((*q.shape[:3], splits.count, v.shape[-1]), dtype=kind)
-        lses = q.new_empty((*q.shape[:3], splits.count), dtype=kind)
+    out, lse = _results(q, v.shape[-1], geometry)
+    parts, lses, spans = out, lse, None
+    if splits.dealt:
+        rows = geometry.heads * geometry.q_len * (splits.count + geometry.batch)
+        parts, lses = q.new_empty((rows, v.shape[-1]), dtype=lse.dtype), lse.new_empty(rows)
+        spans = torch.empty((lse.numel(), 2), dtype=torch.int64, device=q.device)
+    elif splits.count > 1:
+        shape = (*q.shape[:3], splits.count)
+        parts, lses = q.new_empty((*shape, v.shape[-1]), dtype=lse.dtype), lse.new_empty(shape)
     values: dict[str, Any] = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
-        "heads": geometry.heads, "group": geometry.group,
+        "heads": geometry.heads, "group": geometry.group, "spans_ptr": spans,
         "splits": splits.count, "split_tiles": splits.tiles,
+        "batch": geometry.batch, "q_room": geometry.q_len,
         **forward_scales(bound.spec, scale, softcap),
-        **position_values(geometry), **data_values(bound),
+        **position_values(geometry, compares=True), **data_values(bound),
     }  # fmt: skip
     for letter, tensor in (("q", q), ("k", k), ("v", v)):
         values |= {f"stride_{letter}{d}": tensor.stride(i) for i, d in enumerate("bhs")}
     if bound.spec.mask is not None:
         assert schedule is not None
         values |= _schedule_values(schedule, geometry)
-    return Work(values, splits, parts, lses, out, lse)
+    return Work(values, splits, parts, lses, out, lse, spans)
+
+
+def _results(
+    q: torch.Tensor, v_head_dim: int, geometry: Geometry
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Buffers for the output, laid out like packed queries where they are packed, and the LSE."""
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, heads, rows = q.shape[:3]
+    lse = q.new_empty(q.shape[:3], dtype=kind)
+    if geometry.packing is None:
+        return q.new_empty((*q.shape[:3], v_head_dim)), lse
+    return q.new_empty((batch, rows, heads, v_head_dim)).transpose(1, 2), lse
 
 
 def storage_constants(
@@ -192,10 +243,12 @@ def forward(
     `k`, whatever `v` is. Nothing waits for the device; the grid depends on shapes alone, so that
     a captured graph serves other lengths up to that of `k`."""
     q, k, v, scale = positive_scale(q, k, v, scale)
-    blocks = blocks_of(q, v, bound, geometry, tile_of(bound, schedule))
+    dealt = is_dealt(bound, geometry, batch_invariant=batch_invariant)
+    blocks = blocks_of(q, v, bound, geometry, tile_of(bound, schedule), dealt=dealt)
+    splits = splits_of(blocks, geometry, batch_invariant=batch_invariant, dealt=dealt)
     work = prepare(
         q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=scale, softcap=softcap,
-        sinks=sinks, splits=splits_of(blocks, geometry, batch_invariant=batch_invariant),
+        sinks=sinks, splits=splits,
     )  # fmt: skip
     if not work.lse.numel():
         return work.out, work.lse
@@ -217,14 +270,26 @@ def run(
     constants = constants_of(q, [q, k, v], blocks, partial=work.partial)
     constants |= storage_constants(bound, geometry, schedule)
     variant = variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
-    kernel, generated = kernel_of(bound.spec, variant, key_parts(), repairs)
-    programs = programs_of(blocks, geometry) * work.splits.count
-    launch(kernel, generated.arguments, work.values, constants, blocks.tiling, programs)
+    dealt = work.splits.dealt
+    if dealt:
+        constants["COUNT"] = _count_type(work.splits, geometry, blocks.tiling.block_n)
+    kernel, generated = kernel_of(bound.spec, variant, key_parts(), repairs, dealt)
+    if programs := programs_of(blocks, geometry, dealt=dealt) * work.splits.count:
+        launch(kernel, generated.arguments, work.values, constants, blocks.tiling, programs)
 
 
-def programs_of(blocks: Blocks, geometry: Geometry) -> int:
-    """Programs of one split."""
-    return blocks.count(geometry.q_len, geometry.group) * geometry.batch * geometry.kv_heads
+def _count_type(splits: Splits, geometry: Geometry, block_n: int) -> Any:
+    """What counts the tiles of all sequences, times programs."""
+    import triton.language as tl
+
+    tiles = geometry.batch * (geometry.kv_len // block_n + 1)
+    return tl.int32 if splits.count * tiles < 2**31 else tl.int64
+
+
+def programs_of(blocks: Blocks, geometry: Geometry, *, dealt: bool = False) -> int:
+    """Programs of one split; of dealt tiles they belong to no sequence."""
+    lines = blocks.count(geometry.q_len, geometry.group) * geometry.kv_heads
+    return lines if dealt else lines * geometry.batch
 
 
 def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -237,6 +302,21 @@ def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch
     arguments = emit_decode.merging().arguments
     programs = lse.numel() * math.ceil(out.shape[-1] / constants["BLOCK_D"])
     launch(_merging(key_parts()), arguments, values, constants, MERGING, programs)
+
+
+def _merge_dealt(work: Work) -> None:
+    """Merge the parts of each row's span."""
+    out, lse, spans, packed = work.out, work.lse, work.spans, "cu_seqlens_q_ptr" in work.values
+    values = {
+        "parts_ptr": work.parts, "lses_ptr": work.lses, "out_ptr": out, "lse_ptr": lse,
+        "spans_ptr": spans, "batch": work.values["batch"], "heads": work.values["heads"],
+        "total_q": lse.shape[2], "cu_seqlens_q_ptr": work.values.get("cu_seqlens_q_ptr", spans),
+    }  # fmt: skip
+    constants = merging_constants(out.shape[-1], work.parts.dtype)
+    constants |= {"CHUNK": DEALT_CHUNK, "PACKED": packed}
+    arguments = emit_decode.merging(dealt=True).arguments
+    programs = lse.numel() * math.ceil(out.shape[-1] / constants["BLOCK_D"])
+    launch(_merging(key_parts(), dealt=True), arguments, values, constants, DEALT_MERGING, programs)
 
 
 def merging_constants(v_head_dim: int, dtype: torch.dtype) -> dict[str, Any]:

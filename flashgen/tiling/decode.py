@@ -61,8 +61,8 @@ def choose_blocks(
 ) -> Blocks:
     """The blocks of a call. `dims`: of keys and values; `rows`: queries, and heads that share keys;
     `tile`: queries and keys of a schedule's tile. `latent`: values are part of the keys.
-    `page_size`: keys of a page, if they are in pages. `plain`: no function changes a score.
-    `pair_bytes`: of the data that is read for each pair."""
+    `page_size`: keys of a page, if they are in pages. `plain`: no function changes a score, and a
+    program has one sequence. `pair_bytes`: of the data that is read for each pair."""
     block_m, packed = _rows(_most_rows(dtype, latent), *rows, tile[0])
     largest = tile[1] & -tile[1]
     block_n = min(_keys(target, dtype, dims, latent), largest)
@@ -137,12 +137,17 @@ def _stages(target: Target, dtype: torch.dtype, stage: int, fixed: int, programs
 
 @dataclass(frozen=True)
 class Splits:
-    """How the tiles of a row are shared: by `count` programs, `tiles` each (0: in even shares)."""
+    """How the tiles of a row are shared: by `count` programs, `tiles` each (0: in even shares).
+
+    `dealt`: so many programs share the tiles of all sequences, over their ends."""
 
     count: int
     tiles: int
+    dealt: bool = False
 
     def __str__(self) -> str:
+        if self.dealt:
+            return f"the tiles of all sequences dealt to {self.count} programs"
         shares = f"{self.tiles} tiles each" if self.tiles else "even shares"
         return f"{self.count} split{'s' if self.count > 1 else ''} of the keys, {shares}"
 
@@ -168,8 +173,27 @@ def choose_splits(
     most = max(1, capacity // _FEWEST_KEYS)
     long = 1 if even else math.ceil(capacity / _MOST_KEYS)
     least = min(most, max(1, long, slots // max(1, programs)))
-    good = (n for n in range(least, most + 1) if _efficiency(n * programs, slots) >= _GOOD)
+    good = (n for n in range(least, most + 1) if _is_good(n * programs, slots))
     return Splits(next(good, least), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def deal(blocks: Blocks, lines: int, batch: int, capacity: int, processors: int) -> Splits:
+    """Splits of sequences that may differ in length, dealt to as many programs as fill the device.
+
+    `lines`: heads of keys, times blocks of their rows, each of which has programs of its own;
+    `capacity`: keys that a sequence may have; `processors`: of the device."""
+    slots, lines, batch = processors * blocks.resident, max(1, lines), max(1, batch)
+    most = batch * max(1, capacity // _FEWEST_KEYS)
+    least = min(most, max(1, slots // lines))
+    # Where lengths are equal, ends of shares are ends of sequences.
+    whole = (n for n in range(least, 0, -1) if n % batch == 0 or batch % n == 0)
+    good = (n for n in (*whole, *range(least, most + 1)) if _is_good(n * lines, slots))
+    return Splits(next(good, least), 0, dealt=True)
+
+
+def _is_good(programs: int, slots: int) -> bool:
+    return _efficiency(programs, slots) >= _GOOD
 
 
 def _efficiency(programs: int, slots: int) -> float:

@@ -125,68 +125,17 @@ def select_rows(
         tl.store(address, acc0.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
-# Values never specialise: new lengths, strides, scalars and data run the same binary.
-@triton.jit(
-    do_not_specialize=[
-        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
-        "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
-        "runs_width", "heads", "group", "splits", "split_tiles", "q_len", "kv_len", "q_offset",
-        "by_scale", "scale_log2", "slope_size_0", "slope_stride_0"
-    ],
-    do_not_specialize_on_alignment=["slope_ptr"],
-)
-def attention_decode(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    counts,
-    runs,
-    stride_qb: tl.int64,
-    stride_qh: tl.int64,
-    stride_qs: tl.int64,
-    stride_kb: tl.int64,
-    stride_kh: tl.int64,
-    stride_ks: tl.int64,
-    stride_vb: tl.int64,
-    stride_vh: tl.int64,
-    stride_vs: tl.int64,
-    schedule_stride_b: tl.int64,
-    schedule_stride_h: tl.int64,
-    runs_width: tl.int32,
-    heads: tl.int32,
-    group: tl.int32,
-    splits: tl.int32,
-    split_tiles: tl.int32,
-    q_len: tl.int32,
-    kv_len: tl.int32,
-    q_offset: tl.int32,
-    by_scale: tl.float32,
-    scale_log2: tl.float32,
-    slope_ptr,
-    slope_size_0: tl.int32,
-    slope_stride_0: tl.int64,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    OFFSET: tl.constexpr,
-    FLOAT: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def attend_share(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, counts, runs, stride_qb, stride_qh, stride_qs,
+    stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, schedule_stride_b,
+    schedule_stride_h, runs_width, heads, group, splits, split_tiles, q_len, kv_len, q_offset,
+    by_scale, scale_log2, slope_ptr, slope_size_0, slope_stride_0, chunk, q_block, split, h_kv, b,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    # Blocks of the same keys are neighbours: the second finds them in the cache.
-    chunks = tl.cdiv(group, GROUP)
-    blocks = chunks * tl.cdiv(q_len, BLOCK_M // GROUP)
-    chunk = tl.program_id(0) % chunks
-    q_block = tl.program_id(0) % blocks // chunks
-    split = tl.program_id(0) // blocks % splits
-    kv_heads = heads // group
-    h_kv = tl.program_id(0) // blocks // splits % kv_heads
-    b = tl.program_id(0) // blocks // splits // kv_heads
+    """A share of a row's tiles."""
 
     # Strides that keep 16-byte alignment say so.
     stride_qb = stride_qb // ALIGN * ALIGN
@@ -229,14 +178,17 @@ def attention_decode(
     l = tl.zeros([BLOCK_N, BLOCK_M], FLOAT)
     acc0 = tl.zeros([64, BLOCK_M], FLOAT)
 
-    # Tiles of the row, and this split's share of them.
-    schedule_row = b * schedule_stride_b + h_kv * schedule_stride_h
-    schedule_row += q_block * (BLOCK_M // GROUP) // TILE_M
+    # Tiles of the row, and the share of them.
+    schedule_row = (
+        b * schedule_stride_b
+        + h_kv * schedule_stride_h
+        + q_block * (BLOCK_M // GROUP) // TILE_M
+    )
     runs += schedule_row * (2 * runs_width)
-    tiles = tl.load(counts + schedule_row) * (TILE_N // BLOCK_N)
-    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
-    share_from = tl.minimum(split * share, tiles)
-    share_to = tl.minimum(share_from + share, tiles)
+    visited = tl.load(counts + schedule_row) * (TILE_N // BLOCK_N)
+    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(visited, splits))
+    share_from = tl.minimum(split * share, visited)
+    share_to = tl.minimum(share_from + share, visited)
     run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
     tile = tl.load(walk) * (TILE_N // BLOCK_N)
@@ -302,3 +254,74 @@ def attention_decode(
             share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_N, PARTIAL, OFFSET, FLOAT,
             PRECISION,
         )
+
+
+# Values never specialise: new lengths, strides, scalars and data run the same binary.
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
+        "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
+        "runs_width", "heads", "group", "splits", "split_tiles", "q_len", "kv_len", "q_offset",
+        "by_scale", "scale_log2", "slope_size_0", "slope_stride_0"
+    ],
+    do_not_specialize_on_alignment=["slope_ptr"],
+)
+def attention_decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    counts,
+    runs,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qs: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_ks: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vs: tl.int64,
+    schedule_stride_b: tl.int64,
+    schedule_stride_h: tl.int64,
+    runs_width: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    splits: tl.int32,
+    split_tiles: tl.int32,
+    q_len: tl.int32,
+    kv_len: tl.int32,
+    q_offset: tl.int32,
+    by_scale: tl.float32,
+    scale_log2: tl.float32,
+    slope_ptr,
+    slope_size_0: tl.int32,
+    slope_stride_0: tl.int64,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Blocks of the same keys are neighbours: the second finds them in the cache.
+    chunks = tl.cdiv(group, GROUP)
+    blocks = chunks * tl.cdiv(q_len, BLOCK_M // GROUP)
+    chunk = tl.program_id(0) % chunks
+    q_block = tl.program_id(0) % blocks // chunks
+    split = tl.program_id(0) // blocks % splits
+    kv_heads = heads // group
+    h_kv = tl.program_id(0) // blocks // splits % kv_heads
+    b = tl.program_id(0) // blocks // splits // kv_heads
+    attend_share(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, counts, runs, stride_qb, stride_qh, stride_qs,
+        stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, schedule_stride_b,
+        schedule_stride_h, runs_width, heads, group, splits, split_tiles, q_len, kv_len, q_offset,
+        by_scale, scale_log2, slope_ptr, slope_size_0, slope_stride_0, chunk, q_block, split, h_kv,
+        b, BLOCK_M, BLOCK_N, GROUP, TILE_M, TILE_N, PARTIAL, ALIGN, OFFSET, FLOAT, PRECISION,
+    )

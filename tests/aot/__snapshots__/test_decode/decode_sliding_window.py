@@ -50,7 +50,7 @@ def seek(list, width, tiles, is_wanted, RATIO: tl.constexpr):
 @triton.jit(noinline=True)
 def select_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks, stride_vs,
-    runs_width, heads, group, splits, q_len, scale, scale_log2, softcap, window, kv_len, q_offset,
+    runs_width, heads, group, splits, batch, q_len, scale_log2, to_cap, window, kv_len, q_offset,
     b, h_kv, chunk, q_block, split, share_from, share_to, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr,
     OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,7 +70,7 @@ def select_rows(
         member = chunk * GROUP + index % GROUP
         inside = (q_row < q_len) & (member < group)
         head = h_kv * group + tl.minimum(member, group - 1)
-        results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
+        results = ((head.to(tl.int64) * q_len + q_row) * (splits + batch) + split + b)[:, None]
         q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
         q0 = tl.load(
             q_ptr + q_rows + dims_128,
@@ -101,8 +101,7 @@ def select_rows(
             k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
             s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION, out_dtype=FLOAT)
             kv_idx = first_key + columns[None, :]
-            s *= scale
-            s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+            s = tanh(s * to_cap)
             keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
             s = tl.where(keep, s, float("-inf"))
 
@@ -133,68 +132,78 @@ def select_rows(
         tl.store(address, acc0.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
-# Values never specialise: new lengths, strides, scalars and data run the same binary.
-@triton.jit(
-    do_not_specialize=[
-        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
-        "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
-        "runs_width", "heads", "group", "splits", "split_tiles", "q_len", "scale", "scale_log2",
-        "softcap", "window"
-    ],
-    do_not_specialize_on_alignment=["sinks_ptr", "kv_lens_ptr"],
-)
-def attention_decode(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    sinks_ptr,
-    counts,
-    runs,
-    stride_qb: tl.int64,
-    stride_qh: tl.int64,
-    stride_qs: tl.int64,
-    stride_kb: tl.int64,
-    stride_kh: tl.int64,
-    stride_ks: tl.int64,
-    stride_vb: tl.int64,
-    stride_vh: tl.int64,
-    stride_vs: tl.int64,
-    schedule_stride_b: tl.int64,
-    schedule_stride_h: tl.int64,
-    runs_width: tl.int32,
-    heads: tl.int32,
-    group: tl.int32,
-    splits: tl.int32,
-    split_tiles: tl.int32,
-    q_len: tl.int32,
-    kv_lens_ptr,
-    scale: tl.float32,
-    scale_log2: tl.float32,
-    softcap: tl.float32,
-    window: tl.int32,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    ALIGN: tl.constexpr,
-    OFFSET: tl.constexpr,
-    FLOAT: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def deal(
+    counts, schedule_stride_b, schedule_stride_h, splits, batch, kv_lens_ptr, kv_room, split, h_kv,
+    q_block, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, COUNT: tl.constexpr,
 ):
-    # Blocks of the same keys are neighbours: the second finds them in the cache.
-    chunks = tl.cdiv(group, GROUP)
-    blocks = chunks * tl.cdiv(q_len, BLOCK_M // GROUP)
-    chunk = tl.program_id(0) % chunks
-    q_block = tl.program_id(0) % blocks // chunks
-    split = tl.program_id(0) // blocks % splits
-    kv_heads = heads // group
-    h_kv = tl.program_id(0) // blocks // splits % kv_heads
-    b = tl.program_id(0) // blocks // splits // kv_heads
+    """The tiles of all sequences, dealt to the programs of a line. Of a program: its first
+    sequence, the one past its last, and where its share begins and ends, in tiles from the first
+    sequence's."""
+    lanes = tl.arange(0, 32)
+    counted = tl.zeros([32], COUNT)
+    for start in range(0, batch, 32):
+        b = start + lanes
+        row = (
+            b * schedule_stride_b
+            + h_kv * schedule_stride_h
+            + q_block * (BLOCK_M // GROUP) // TILE_M
+        )
+        is_there = b < batch
+        visited = tl.load(counts + row, mask=is_there, other=0) * (TILE_N // BLOCK_N)
+        tiles = tl.maximum(visited, 1)
+        tiles = tl.where(b < batch, tiles, 0)
+
+        counted += tiles
+    total = tl.sum(counted, 0)
+    # Programs that get a tile are neighbours, so that the parts of a row are.
+    used = tl.minimum(splits, tl.maximum(total, 1))
+    share_from = tl.minimum(split * total // used, total)
+    share_to = tl.minimum((split + 1) * total // used, total)
+    first = 0
+    past = 0
+    passed = tl.zeros([], COUNT)
+    before = tl.zeros([], COUNT)
+    for start in range(0, batch, 32):
+        b = start + lanes
+        row = (
+            b * schedule_stride_b
+            + h_kv * schedule_stride_h
+            + q_block * (BLOCK_M // GROUP) // TILE_M
+        )
+        is_there = b < batch
+        visited = tl.load(counts + row, mask=is_there, other=0) * (TILE_N // BLOCK_N)
+        tiles = tl.maximum(visited, 1)
+        tiles = tl.where(b < batch, tiles, 0)
+
+        ends = before + tl.cumsum(tiles.to(COUNT), 0)
+        is_there = b < batch
+        is_passed = (ends <= share_from) & is_there
+        # Both numbers of sequences in one sum.
+        ended = tl.where(is_passed, 1, 0) + tl.where((ends < share_to) & is_there, 64, 0)
+        ended = tl.sum(ended, 0)
+        first += ended % 64
+        past += ended // 64
+        passed = tl.maximum(passed, tl.max(tl.where(is_passed, ends, 0), 0))
+        before = tl.max(ends, 0)
+    past = tl.where(share_from < share_to, past + 1, first)
+    return first, past, share_from - passed, share_to - passed
+
+
+@triton.jit
+def attend_share(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, sinks_ptr, counts, runs, stride_qb,
+    stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch, q_len,
+    kv_lens_ptr, kv_room, scale_log2, to_cap, window, chunk, q_block, split, h_kv, b, share_from,
+    share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """Part of a share: what lies in one sequence; returns the sequence's tiles."""
     kv_len = tl.load(kv_lens_ptr + b)
+    kv_len = tl.minimum(tl.maximum(kv_len, 0), kv_room)
     q_offset = kv_len - q_len
 
     # Strides that keep 16-byte alignment say so.
@@ -221,7 +230,7 @@ def attention_decode(
     member = chunk * GROUP + index % GROUP
     inside = (q_row < q_len) & (member < group)
     head = h_kv * group + tl.minimum(member, group - 1)
-    results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
+    results = ((head.to(tl.int64) * q_len + q_row) * (splits + batch) + split + b)[:, None]
     q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
     q0 = tl.load(
         q_ptr + q_rows + dims_128,
@@ -237,14 +246,23 @@ def attention_decode(
     l = tl.zeros([BLOCK_N, BLOCK_M], FLOAT)
     acc0 = tl.zeros([128, BLOCK_M], FLOAT)
 
-    # Tiles of the row, and this split's share of them.
-    schedule_row = b * schedule_stride_b + h_kv * schedule_stride_h
-    schedule_row += q_block * (BLOCK_M // GROUP) // TILE_M
+    # Tiles of the row, and the share of them.
+    schedule_row = (
+        b * schedule_stride_b
+        + h_kv * schedule_stride_h
+        + q_block * (BLOCK_M // GROUP) // TILE_M
+    )
     runs += schedule_row * (2 * runs_width)
-    tiles = tl.load(counts + schedule_row) * (TILE_N // BLOCK_N)
-    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
-    share_from = tl.minimum(split * share, tiles)
-    share_to = tl.minimum(share_from + share, tiles)
+    visited = tl.load(counts + schedule_row) * (TILE_N // BLOCK_N)
+    tiles = tl.maximum(visited, 1)
+    share_from = tl.maximum(share_from, 0).to(tl.int32)
+    share_to = tl.minimum(share_to, tiles).to(tl.int32)
+    line = (b * heads + head).to(tl.int64) * q_len + q_row
+    tl.store(spans_ptr + 2 * line[:, None], results, mask=(inside & (share_from == 0))[:, None])
+    tl.store(
+        spans_ptr + 2 * line[:, None] + 1, results, mask=(inside & (share_to == tiles))[:, None]
+    )
+    share_to = tl.minimum(share_to, visited)
     run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
     tile = tl.load(walk) * (TILE_N // BLOCK_N)
@@ -269,8 +287,7 @@ def attention_decode(
         k0 = tl.load(k_tile + (k_rows + dims_128), mask=valid, other=0.0)
         s = tl.dot(k0, q0, input_precision=PRECISION, out_dtype=FLOAT)
         kv_idx = first_key + columns[:, None]
-        s *= scale
-        s = tl.where(s == float("-inf"), s, softcap * tanh(s / softcap))
+        s = tanh(s * to_cap)
         keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
         s = tl.where(keep, s, float("-inf"))
 
@@ -287,9 +304,9 @@ def attention_decode(
         )
 
     total = tl.sum(l, 0)
-    # The sink is one more score in the denominator, of the first split alone.
+    # The sink is one more score in the denominator, of the first part alone.
     sink = tl.load(sinks_ptr + head).to(FLOAT) * LOG2E
-    sink = tl.where(split == 0, sink, float("-inf"))
+    sink = tl.where(share_from == 0, sink, float("-inf"))
     m_new = tl.maximum(m, sink)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m - m_safe)
@@ -315,7 +332,86 @@ def attention_decode(
         tl.debug_barrier()
         select_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, runs, stride_qh, stride_qs, stride_ks,
-            stride_vs, runs_width, heads, group, splits, q_len, scale, scale_log2, softcap, window,
+            stride_vs, runs_width, heads, group, splits, batch, q_len, scale_log2, to_cap, window,
             kv_len, q_offset, b, h_kv, chunk, q_block, split, share_from, share_to, BLOCK_M,
             BLOCK_N, GROUP, TILE_N, PARTIAL, OFFSET, FLOAT, PRECISION,
         )
+    return tiles
+
+
+# Values never specialise: new lengths, strides, scalars and data run the same binary.
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qh", "stride_qs", "stride_kb", "stride_kh", "stride_ks",
+        "stride_vb", "stride_vh", "stride_vs", "schedule_stride_b", "schedule_stride_h",
+        "runs_width", "heads", "group", "splits", "batch", "q_len", "kv_room", "scale_log2",
+        "to_cap", "window"
+    ],
+    do_not_specialize_on_alignment=["sinks_ptr", "kv_lens_ptr"],
+)
+def attention_decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    spans_ptr,
+    sinks_ptr,
+    counts,
+    runs,
+    stride_qb: tl.int64,
+    stride_qh: tl.int64,
+    stride_qs: tl.int64,
+    stride_kb: tl.int64,
+    stride_kh: tl.int64,
+    stride_ks: tl.int64,
+    stride_vb: tl.int64,
+    stride_vh: tl.int64,
+    stride_vs: tl.int64,
+    schedule_stride_b: tl.int64,
+    schedule_stride_h: tl.int64,
+    runs_width: tl.int32,
+    heads: tl.int32,
+    group: tl.int32,
+    splits: tl.int32,
+    batch: tl.int32,
+    q_len: tl.int32,
+    kv_lens_ptr,
+    kv_room: tl.int32,
+    scale_log2: tl.float32,
+    to_cap: tl.float32,
+    window: tl.int32,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    COUNT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    # Blocks of the same keys are neighbours: the second finds them in the cache.
+    chunks = tl.cdiv(group, GROUP)
+    blocks = chunks * tl.cdiv(q_len, BLOCK_M // GROUP)
+    chunk = tl.program_id(0) % chunks
+    q_block = tl.program_id(0) % blocks // chunks
+    split = tl.program_id(0) // blocks % splits
+    h_kv = tl.program_id(0) // blocks // splits
+    first, past, share_from, share_to = deal(
+        counts, schedule_stride_b, schedule_stride_h, splits, batch, kv_lens_ptr, kv_room, split,
+        h_kv, q_block, BLOCK_M, BLOCK_N, GROUP, TILE_M, TILE_N, COUNT,
+    )
+    for b in range(first, past):
+        tiles = attend_share(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, sinks_ptr, counts, runs, stride_qb,
+            stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+            schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch, q_len,
+            kv_lens_ptr, kv_room, scale_log2, to_cap, window, chunk, q_block, split, h_kv, b,
+            share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_M, TILE_N, PARTIAL, ALIGN, OFFSET,
+            FLOAT, PRECISION,
+        )
+        share_from -= tiles
+        share_to -= tiles

@@ -6,7 +6,10 @@ import triton.language as tl
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=[],
+)
 def merge(
     parts_ptr,
     lses_ptr,
@@ -21,8 +24,10 @@ def merge(
     """out = sum of weight x part, where a part's weight is its share of the sum of exponentials."""
     pieces: tl.constexpr = (V_HEAD_DIM + BLOCK_D - 1) // BLOCK_D
     row = (tl.program_id(0) // pieces).to(tl.int64)
-    parts_ptr += row * splits * V_HEAD_DIM
-    lses_ptr += row * splits
+    place = row * splits
+    result = row
+    parts_ptr += place * V_HEAD_DIM
+    lses_ptr += place
     dims = tl.program_id(0) % pieces * BLOCK_D + tl.arange(0, BLOCK_D)
     is_there = dims < V_HEAD_DIM
     m = tl.full([], float("-inf"), FLOAT)
@@ -48,5 +53,5 @@ def merge(
     divisor = tl.sum(total, 0)
     divisor = tl.where(divisor == 0.0, 1.0, divisor)
     out = tl.sum(acc, 0) / divisor
-    tl.store(lse_ptr + row, (m + tl.log2(divisor)) * LN2)
+    tl.store(lse_ptr + result, (m + tl.log2(divisor)) * LN2)
     tl.store(out_ptr + row * V_HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=is_there)

@@ -355,7 +355,7 @@ def add_values(
 @gluon.jit(
     do_not_specialize=[
         "schedule_stride_b", "schedule_stride_h", "runs_width", "heads", "splits",
-        "split_tiles", "q_len", "page_table_stride", "num_pages", "scale_log2"
+        "split_tiles", "q_len", "kv_room", "page_table_stride", "num_pages", "scale_log2"
     ],
     do_not_specialize_on_alignment=["kv_lens_ptr", "page_table_ptr"],
 )
@@ -377,6 +377,7 @@ def attention_latent(
     split_tiles: gl.int32,
     q_len: gl.int32,
     kv_lens_ptr,
+    kv_room: gl.int32,
     page_table_ptr,
     page_table_stride: gl.int64,
     num_pages: gl.int32,
@@ -399,6 +400,7 @@ def attention_latent(
     split = gl.program_id(0) // blocks % splits
     b = gl.program_id(0) // blocks // splits
     kv_len = gl.load(kv_lens_ptr + b)
+    kv_len = gl.minimum(gl.maximum(kv_len, 0), kv_room)
     q_offset = kv_len - q_len
     page_table_ptr += b * page_table_stride
 

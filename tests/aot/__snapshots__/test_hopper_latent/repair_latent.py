@@ -148,6 +148,55 @@ def select_rows(
         tl.store(address, acc3.to(out_ptr.dtype.element_ty), mask=is_stored)
 
 
+@triton.jit
+def attend_share(
+    q_ptr, k_ptr, out_ptr, lse_ptr, spoilt_ptr, stride_qb, stride_qh, stride_qs, stride_kb,
+    stride_kh, stride_ks, heads, group, splits, split_tiles, q_len, kv_len, q_offset, scale_log2,
+    chunk, q_block, split, h_kv, b, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr, OFFSET: tl.constexpr,
+    FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    """A share of a row's tiles."""
+
+    # Strides that keep 16-byte alignment say so.
+    stride_qb = stride_qb // ALIGN * ALIGN
+    stride_qh = stride_qh // ALIGN * ALIGN
+    stride_qs = stride_qs // ALIGN * ALIGN
+    stride_kb = stride_kb // ALIGN * ALIGN
+    stride_kh = stride_kh // ALIGN * ALIGN
+    stride_ks = stride_ks // ALIGN * ALIGN
+    q_ptr += b * stride_qb
+    k_ptr += b * stride_kb + h_kv * stride_kh
+
+    index = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    dims_128 = tl.arange(0, 128)[None, :]
+    dims_64 = tl.arange(0, 64)[None, :]
+
+    k_rows = columns[:, None] * stride_ks.to(OFFSET)
+    q_row = q_block * (BLOCK_M // GROUP) + index // GROUP
+    member = chunk * GROUP + index % GROUP
+    inside = (q_row < q_len) & (member < group)
+    head = h_kv * group + tl.minimum(member, group - 1)
+    results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
+    q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
+
+    # Tiles of the row, and the share of them.
+    visited = tl.cdiv(kv_len, BLOCK_N)
+    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(visited, splits))
+    share_from = tl.minimum(split * share, visited)
+    share_to = tl.minimum(share_from + share, visited)
+    flags = spoilt_ptr + 2 * results
+    spoilt = tl.load(flags, mask=inside[:, None], other=0)
+    spoilt |= tl.load(flags + 1, mask=inside[:, None], other=0)
+    if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
+        select_rows(
+            q_ptr, k_ptr, out_ptr, lse_ptr, stride_qh, stride_qs, stride_ks, heads, group, splits,
+            q_len, scale_log2, kv_len, q_offset, b, h_kv, chunk, q_block, split, share_from,
+            share_to, BLOCK_M, BLOCK_N, GROUP, PARTIAL, OFFSET, FLOAT, PRECISION,
+        )
+
+
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @triton.jit(
     do_not_specialize=[
@@ -194,41 +243,9 @@ def repair_decoded(
     kv_heads = heads // group
     h_kv = tl.program_id(0) // blocks // splits % kv_heads
     b = tl.program_id(0) // blocks // splits // kv_heads
-
-    # Strides that keep 16-byte alignment say so.
-    stride_qb = stride_qb // ALIGN * ALIGN
-    stride_qh = stride_qh // ALIGN * ALIGN
-    stride_qs = stride_qs // ALIGN * ALIGN
-    stride_kb = stride_kb // ALIGN * ALIGN
-    stride_kh = stride_kh // ALIGN * ALIGN
-    stride_ks = stride_ks // ALIGN * ALIGN
-    q_ptr += b * stride_qb
-    k_ptr += b * stride_kb + h_kv * stride_kh
-
-    index = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_N)
-    dims_128 = tl.arange(0, 128)[None, :]
-    dims_64 = tl.arange(0, 64)[None, :]
-
-    k_rows = columns[:, None] * stride_ks.to(OFFSET)
-    q_row = q_block * (BLOCK_M // GROUP) + index // GROUP
-    member = chunk * GROUP + index % GROUP
-    inside = (q_row < q_len) & (member < group)
-    head = h_kv * group + tl.minimum(member, group - 1)
-    results = (((b * heads + head).to(tl.int64) * q_len + q_row) * splits + split)[:, None]
-    q_rows = (head * stride_qh + q_row * stride_qs)[:, None]
-
-    # Tiles of the row, and this split's share of them.
-    tiles = tl.cdiv(kv_len, BLOCK_N)
-    share = tl.where(split_tiles > 0, split_tiles, tl.cdiv(tiles, splits))
-    share_from = tl.minimum(split * share, tiles)
-    share_to = tl.minimum(share_from + share, tiles)
-    flags = spoilt_ptr + 2 * results
-    spoilt = tl.load(flags, mask=inside[:, None], other=0)
-    spoilt |= tl.load(flags + 1, mask=inside[:, None], other=0)
-    if tl.max(tl.max(spoilt.to(tl.int32), 1), 0) > 0:
-        select_rows(
-            q_ptr, k_ptr, out_ptr, lse_ptr, stride_qh, stride_qs, stride_ks, heads, group, splits,
-            q_len, scale_log2, kv_len, q_offset, b, h_kv, chunk, q_block, split, share_from,
-            share_to, BLOCK_M, BLOCK_N, GROUP, PARTIAL, OFFSET, FLOAT, PRECISION,
-        )
+    attend_share(
+        q_ptr, k_ptr, out_ptr, lse_ptr, spoilt_ptr, stride_qb, stride_qh, stride_qs, stride_kb,
+        stride_kh, stride_ks, heads, group, splits, split_tiles, q_len, kv_len, q_offset,
+        scale_log2, chunk, q_block, split, h_kv, b, BLOCK_M, BLOCK_N, GROUP, PARTIAL, ALIGN,
+        OFFSET, FLOAT, PRECISION,
+    )
