@@ -20,8 +20,6 @@ from .tiling import choose as tiling_of
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
 NAMES = ("auto", "cpu", "interpret", "portable", "hopper")
-# Whether `auto` takes Hopper's kernels for packed sequences too.
-AUTO_PACKED = True
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,6 @@ def choose(
             no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:
             no_hopper = "Hopper's kernels have no dropout"
-        is_packed = geometry is not None and geometry.packing is not None
-        if is_packed and backend == "auto" and not AUTO_PACKED and not no_hopper:
-            no_hopper = "Hopper's kernels for packed sequences are taken by name alone"
     if backend == "auto":
         backend, why = "hopper", "generated Gluon kernels for sm_90"
         if no_hopper:
