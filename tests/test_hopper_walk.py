@@ -14,7 +14,7 @@ import flashgen as fg
 from flashgen import hopper, launch, masks
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_backward as launch_hopper_backward
-from flashgen.launch.backward import _key_schedule
+from flashgen.launch.backward_run import key_schedule
 
 LOG2E = 1.4426950408889634
 
@@ -59,7 +59,7 @@ def walk(
         "kv_heads": geometry.kv_heads, "group": geometry.group, "capacity": geometry.kv_len,
         **launch.score_values(call.scale, call.softcap, bound.spec.score is not None),
         **launch.position_values(geometry), **launch.data_values(bound),
-        **_key_schedule(schedule),
+        **key_schedule(schedule),
         "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.sum_width(q.shape[-1])),
     }  # fmt: skip
     if packing is not None:

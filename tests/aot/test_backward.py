@@ -11,11 +11,11 @@ import flashgen as fg
 from flashgen import aot, cache, launch, masks
 from flashgen.emit import Variant
 from flashgen.emit.gradients import Wanted
-from flashgen.launch.backward import generate, tilings
+from flashgen.launch.backward_run import generate
 from flashgen.order import with_tables
 from flashgen.spec import Spec
 from flashgen.tiling import target_of
-from flashgen.tiling.backward import square
+from flashgen.tiling.backward import square, tilings
 
 POINTERS = {
     "counts": torch.int32, "masked_runs": torch.int32, "full_runs": torch.int32,

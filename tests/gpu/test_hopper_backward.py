@@ -11,7 +11,7 @@ from gradient_checks import PICKED, check, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.launch import backward as launch_backward
+from flashgen.launch import hopper_backward as launch_hopper_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,13 +28,13 @@ pytestmark = [
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every test's gradients come from Hopper's kernels, or it fails."""
     calls: list[int] = []
-    real = launch_backward.launch_hopper_backward.backward
+    real = launch_hopper_backward.backward
 
     def counted(*args: Any, **keywords: Any) -> Any:
         calls.append(1)
         return real(*args, **keywords)
 
-    monkeypatch.setattr(launch_backward.launch_hopper_backward, "backward", counted)
+    monkeypatch.setattr(launch_hopper_backward, "backward", counted)
     yield calls  # type: ignore[misc]
     assert calls, "no backward of Hopper's ran"
 

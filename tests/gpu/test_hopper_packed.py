@@ -14,7 +14,7 @@ from test_storage import KV_LENS, MASKS, Q_LENS, as_good_as_sdpa, dense_grads
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.launch import backward as launch_backward
+from flashgen.launch import hopper_backward as launch_hopper_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,13 +32,13 @@ BF16 = torch.bfloat16
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gradients come from Hopper's kernels, or the test fails."""
     calls: list[int] = []
-    real = launch_backward.launch_hopper_backward.backward
+    real = launch_hopper_backward.backward
 
     def counted(*args: Any, **keywords: Any) -> Any:
         calls.append(1)
         return real(*args, **keywords)
 
-    monkeypatch.setattr(launch_backward.launch_hopper_backward, "backward", counted)
+    monkeypatch.setattr(launch_hopper_backward, "backward", counted)
     yield calls  # type: ignore[misc]
     assert calls, "no backward of Hopper's ran"
 

@@ -436,19 +436,19 @@ def test_a_score_function_that_ignores_the_score(heads: int) -> None:
 
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that nobody wants launches no kernel, and the others don't change."""
-    from flashgen.launch import backward as launch_backward
+    from flashgen.launch.backward_run import Run
 
     problem = Problem()
     expected = check(CAUSAL, problem, causal(70, 70))
     ran: list[str] = []
     for name in ("by_query", "by_key"):
-        method = getattr(launch_backward._Run, name)
+        method = getattr(Run, name)
 
         def spy(self: Any, grads: Any, name: str = name, method: Any = method) -> None:
             ran.append(name)
             method(self, grads)
 
-        monkeypatch.setattr(launch_backward._Run, name, spy)
+        monkeypatch.setattr(Run, name, spy)
     kernels = {"q": ["by_query"], "k": ["by_key"], "v": ["by_key"]}
     for subset in ("q", "k", "v", "qk", "qv", "kv"):
         ran.clear()
