@@ -692,12 +692,12 @@ def peak(length):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 before = peak(256)
-print(peak(32768) - before)
+print(peak(16384) - before)
 """
 
 
 def test_memory_is_linear() -> None:
-    """32768 squared floats are 4 GiB; what is held is a few MB and the blocks at hand."""
+    """16384 squared floats are 1 GiB; what is held is a few MB and the blocks at hand."""
     result = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )

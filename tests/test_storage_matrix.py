@@ -16,7 +16,7 @@ MLA = fg.MLA(rank=16, rope=8)
 
 
 # 7 and 6 have no common divisor, so each storage gets its share of the masks.
-@each(PAIRS[::7])
+@each(PAIRS[::11])
 def test_some_masks_of_positions(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, CPU)
 
@@ -27,7 +27,7 @@ def test_masks_of_positions(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, CPU)
 
 
-@each(LATENT_PAIRS[::9])
+@each(LATENT_PAIRS[::13])
 def test_some_masks_of_latent_heads(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, CPU, MLA)
 

@@ -1,4 +1,4 @@
-"""Interpreted kernels and planners on every mask, against oracles written by hand."""
+"""Interpreted forward kernels on masks, against oracles written by hand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from cases import CASES
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.geometry import Geometry
-from flashgen.plan import plan
-from flashgen.schedule import classify, compact
-from flashgen.spec import Program
-from flashgen.spec.data import fit_data
 
 DEFAULT = CASES[::4]
 
@@ -61,26 +56,6 @@ def test_masks(case, nan_filled_empty):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_mask(case, nan_filled_empty):
     test_masks(case, None)
-
-
-@pytest.mark.parametrize("case", CASES[1::4], ids=lambda case: case.id)
-def test_planning_kernels(case):
-    """States and runs are those of the planner on the CPU."""
-    S, T = (70, 101) if case.below_zero else (101, 101)
-    data = case.build(2, 2, S, T, torch.Generator().manual_seed(4))
-    geometry = Geometry(2, 2, 2, S, T, torch.device("cpu"))
-    bound = Program(mask=case.bound(data)).bind({}, "test", spread=geometry.spread)
-    bound = fit_data(bound, geometry.extents, geometry.device, "test")
-    states, runs = plan(bound, geometry, (32, 48), "exact")
-    assert torch.equal(states, classify(bound, geometry, (32, 48), "exact"))
-    ends = (torch.arange(states.shape[3]) + 1) * 48
-    expected = compact(states, (ends > T).expand(1, 1, 1, -1))
-    assert torch.equal(runs.counts, expected.counts)
-    for got, wanted in ((runs.masked, expected.masked), (runs.full, expected.full)):
-        width = min(got.shape[-2], wanted.shape[-2])
-        count = (wanted[..., :width, 1] > 0).sum(-1, keepdim=True)
-        valid = torch.arange(width) < count
-        assert torch.equal(got[..., :width, :][valid], wanted[..., :width, :][valid])
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_masks_of_positions(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, INTERPRET)
 
 
-@each(LATENT_PAIRS[::50])
+@each(LATENT_PAIRS[::80])
 def test_some_masks_of_latent_heads(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, INTERPRET, MLA)
 
