@@ -169,7 +169,7 @@ def test_documents_with_learned_slopes(target: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("target", "kind"),
     [
-        ("sm_90", "q"),
+        pytest.param("sm_90", "q", marks=pytest.mark.slow),
         ("sm_90", "kv"),
         ("gfx942", "q"),
         pytest.param("gfx942", "kv", marks=pytest.mark.slow),

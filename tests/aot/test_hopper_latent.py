@@ -75,7 +75,7 @@ def test_compiles(name, partial):
     assert count["UTMALDG"] == 2 * -(-(rank + rope) // 64)
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_what_repairs_compiles(heads):
     found = compile_decode(*LATENT["paged"].parts(), "sm_90", rows=(2, heads), repairs=True)
     assert not found.warnings

@@ -85,7 +85,7 @@ small = shapes(most=100, batch=2, groups=(1, 2, 3))
 tiles = st.one_of(st.none(), tile_sizes)
 
 
-@bounded(20, shrink=False)
+@bounded(14, shrink=False)
 @given(scored_problems(small), tiles, head_dims, softcaps, sink_values)
 def test_random_masks_and_scores(
     drawn: tuple[Problem, Score], tile: Any, dims: Any, softcap: Any, sink: Any
