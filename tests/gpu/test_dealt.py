@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import stored
 import torch
+from graphs import captured
 from stored import Sequences
 
 import flashgen as fg
@@ -92,13 +93,7 @@ def test_a_graph_serves_other_lengths_of_packed_queries() -> None:
         given = {"cu_seqlens_q": cu, "max_seqlen_q": 16, "page_table": table, "kv_lens": lens}
         return attend(q, *pools, **given, return_lse=True)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
+    graph, (out, lse) = captured(step)
     k, v = (x[table.long()].flatten(1, 2).transpose(1, 2) for x in pools)
     for q_lens, now in (([16, 0, 1, 2, 3], [16, 0, T, 2, 500]), ([1] * 5, [1, 2, T, 64, 65])):
         cu.copy_(stored.starts(q_lens))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import captured
 
 import flashgen as fg
 from flashgen import masks
@@ -150,13 +151,7 @@ def test_a_graph_serves_other_lengths() -> None:
     def step() -> Any:
         return attend(q, k, v, window=1500, kv_lens=lens, return_lse=True)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
+    graph, (out, lse) = captured(step)
     for now in ([6000, 0, 1], [5, 6000, 4097], [0, 0, 0], [100, 3000, 6000]):
         lens.copy_(torch.tensor(now, dtype=torch.int32))
         graph.replay()

@@ -11,10 +11,11 @@ from gradient_checks import PICKED, check, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.launch import hopper_backward as launch_hopper_backward
 
 pytestmark = [
     pytest.mark.gpu,
+    # Every test's gradients come from Hopper's kernels, or it fails.
+    pytest.mark.usefixtures("on_hopper"),
     # Barriers that never come would wait for ever.
     pytest.mark.timeout(100, method="thread"),
     pytest.mark.skipif(
@@ -22,21 +23,6 @@ pytestmark = [
         reason="needs an sm_90 GPU",
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every test's gradients come from Hopper's kernels, or it fails."""
-    calls: list[int] = []
-    real = launch_hopper_backward.backward
-
-    def counted(*args: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return real(*args, **keywords)
-
-    monkeypatch.setattr(launch_hopper_backward, "backward", counted)
-    yield calls  # type: ignore[misc]
-    assert calls, "no backward of Hopper's ran"
 
 
 def hopper(attend: Any, deterministic: bool = False) -> Any:

@@ -14,7 +14,6 @@ from test_storage import KV_LENS, MASKS, Q_LENS, as_good_as_sdpa, dense_grads
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.launch import hopper_backward as launch_hopper_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,21 +25,6 @@ pytestmark = [
     ),
 ]
 BF16 = torch.bfloat16
-
-
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gradients come from Hopper's kernels, or the test fails."""
-    calls: list[int] = []
-    real = launch_hopper_backward.backward
-
-    def counted(*args: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return real(*args, **keywords)
-
-    monkeypatch.setattr(launch_hopper_backward, "backward", counted)
-    yield calls  # type: ignore[misc]
-    assert calls, "no backward of Hopper's ran"
 
 
 def behind(tensors: list[torch.Tensor], rows: int = 3) -> list[torch.Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import stored
 import torch
 from dense_checks import oracle
+from graphs import captured
 
 import flashgen as fg
 from flashgen import masks
@@ -25,18 +25,6 @@ TOLERANCE = 1.6e-2
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of the step, and the results that its replays write."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
 
 
 @pytest.mark.parametrize("latent", [False, True])
