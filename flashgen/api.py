@@ -13,7 +13,7 @@ from .call import Call, CallText, autocast, check
 from .calls import ready
 from .calls.first import compile_ahead
 from .calls.known import Known, KnownCalls, key_of
-from .calls.routes import kept_key, route_of, tile_of
+from .calls.routes import is_planned, kept_key, route_of, tile_of
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
@@ -206,8 +206,7 @@ class Attention:
         tile = route.tile if schedule is None else schedule.block_size
         compile_ahead(known, call, route, tile, deterministic, invariant)
         made = schedule
-        if schedule is None and (not route.decodes or call.bound.spec.mask is not None):
-            # Without a mask, the kernel that decodes sees from the lengths what there is to visit.
+        if schedule is None and is_planned(call, route.decodes):
             made = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
         engine = None
         if route.decodes:

@@ -14,7 +14,7 @@ from ..kernel_names import spell
 from ..launch.backward import Saved
 from ..schedule.make import make_schedule
 from .known import Known
-from .routes import Route
+from .routes import Route, is_planned
 
 
 def compile_ahead(
@@ -26,6 +26,8 @@ def compile_ahead(
     invariant: bool,
 ) -> None:
     """Begin to compile what a call launches on a schedule of this tile, unless that was done."""
+    if call.q.device.type != "cuda":
+        return
     needed = _needed(call)
     asked = ("ahead", route.backend, route.decodes, tile, needed, deterministic, invariant)
 
@@ -35,8 +37,7 @@ def compile_ahead(
         ahead.once(key, call.q.device, work)
         return True
 
-    if call.q.device.type == "cuda":
-        known.once(asked, begin)
+    known.once(asked, begin)
 
 
 def _kind_of(call: Call) -> tuple[Any, ...]:
@@ -67,13 +68,13 @@ def _go_through(
 ) -> None:
     """The call on a schedule of its own, which is dropped, with results that nobody sees."""
     with torch.no_grad():
-        if route.decodes and call.bound.spec.mask is None:
-            decode(call, None, invariant, route.backend)
-            return
-        schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text)
+        schedule = None
+        if is_planned(call, route.decodes):
+            schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text)
         if route.decodes:
             decode(call, schedule, invariant, route.backend)
             return
+        assert schedule is not None
         arguments = ops.arguments_of(call, schedule, deterministic, invariant)
         engine = ops.engine(route.backend, call.bound, **arguments)
         q, k, v = (x.detach() for x in (call.q, call.k, call.v))

@@ -59,6 +59,12 @@ def route_of(
     return route
 
 
+def is_planned(call: Call, decodes: bool) -> bool:
+    """Whether a call reads a schedule: without a mask, the kernel that decodes sees from the
+    lengths what there is to visit."""
+    return not decodes or call.bound.spec.mask is not None
+
+
 def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int]:
     """The tile that the kernel works on."""
     if call.bound.spec.heads is not None:

@@ -40,10 +40,8 @@ def backward(
     `hopper`: by Hopper's kernels where they can."""
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
-    # Of packed sequences, portable kernels compute gradients of data along with the others.
-    hopper = hopper and not (geometry.packing is not None and wanted.data)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, bound, geometry, schedule, scale, dropout is not None, deterministic
+        saved, wanted, bound, geometry, schedule, scale, dropout is not None, deterministic
     )
     of_data = replace(kernels, q=False, k=False, v=False)
     if on_hopper:
@@ -78,6 +76,7 @@ def _kernels(
 
 def _obstacle_to_hopper(
     saved: Saved,
+    wanted: Wanted,
     bound: Bound,
     geometry: Geometry,
     schedule: Schedule,
@@ -85,6 +84,8 @@ def _obstacle_to_hopper(
     dropout: bool,
     ordered: bool,
 ) -> str:
+    if geometry.packing is not None and wanted.data:
+        return "portable kernels compute gradients of packed sequences' data along with the others"
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size
     problem = launch_hopper_backward.obstacle(
