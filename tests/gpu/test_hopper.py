@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sm_90
 import torch
 from cases import CASES
 from dense_checks import FIRST, check_against_sdpa, inputs, oracle, sdpa_error, to_gpu
@@ -17,15 +18,7 @@ from flashgen import masks
 from flashgen.errors import FlashgenError
 from flashgen.launch import hopper_forward as launch_hopper
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Barriers that never come would wait for ever.
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of sm_90",
-    ),
-]
+pytestmark = sm_90.marks(60)
 BF16 = torch.bfloat16
 
 

@@ -6,23 +6,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+import sm_90
 import torch
 from gradient_checks import PICKED, check, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Every test's gradients come from Hopper's kernels, or it fails.
-    pytest.mark.usefixtures("on_hopper"),
-    # Barriers that never come would wait for ever.
-    pytest.mark.timeout(100, method="thread"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs an sm_90 GPU",
-    ),
-]
+# Every test's gradients come from Hopper's kernels, or it fails.
+pytestmark = [*sm_90.marks(), pytest.mark.usefixtures("on_hopper")]
 
 
 def hopper(attend: Any, deterministic: bool = False) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sm_90
 import torch
 from dense_checks import oracle, sdpa_error
 
@@ -13,15 +14,7 @@ from flashgen import masks
 from flashgen.launch import decode as launch_decode
 from flashgen.tiling.decode import Splits
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Barriers that never come would wait for ever.
-    pytest.mark.timeout(60, method="thread"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of sm_90",
-    ),
-]
+pytestmark = sm_90.marks(60)
 MLA, SCALE = fg.MLA(rank=512, rope=64), 192**-0.5
 CAUSAL = fg.Attention(masks.causal, heads=MLA)
 

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import sm_90
 import stored
 import torch
 from gradient_checks import rounding
@@ -15,15 +16,7 @@ from test_storage import KV_LENS, MASKS, Q_LENS, as_good_as_sdpa, dense_grads
 import flashgen as fg
 from flashgen import masks
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Barriers that never come would wait for ever.
-    pytest.mark.timeout(100, method="thread"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a GPU of sm_90",
-    ),
-]
+pytestmark = sm_90.marks()
 BF16 = torch.bfloat16
 
 
