@@ -15,7 +15,11 @@ from .tiling import target_of
 from .tiling.decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
 
 _TILE, _PAGE_SIZE = (64, 64), 16
-_OUTPUTS = {"out_ptr": torch.float32, "spans_ptr": torch.int64}
+_OUTPUTS = {
+    "out_ptr": torch.float32,
+    "whole_lse_ptr": torch.float32,
+    "spans_ptr": torch.int64,
+}
 
 
 def blocks_for(

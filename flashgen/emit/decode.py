@@ -169,14 +169,15 @@ def _arguments(spec: Spec, variant: Variant, repairs: bool, dealt: bool) -> list
     tensors = "qk" if spec.heads is not None else "qkv"
     has_mask = spec.mask is not None
     arguments = [*(f"{x}_ptr" for x in tensors), "out_ptr", "lse_ptr"]
-    arguments += ["spoilt_ptr"] if repairs else ["spans_ptr"] if dealt else []
+    whole = ["spans_ptr", "whole_ptr", "whole_lse_ptr"]
+    arguments += ["spoilt_ptr"] if repairs else whole if dealt else []
     arguments += ["sinks_ptr"] if spec.sinks else []
     arguments += SCHEDULE if has_mask else ()
     arguments += [f"stride_{x}{dim}: tl.int64" for x in tensors for dim in "bhs"]
     arguments += SCHEDULE_SIZES if has_mask else ()
     arguments += ["heads: tl.int32", "group: tl.int32"]
     arguments += ["splits: tl.int32", "batch: tl.int32" if dealt else "split_tiles: tl.int32"]
-    arguments += ["q_room: tl.int32"] if variant.packed else []
+    arguments += ["q_room: tl.int32", "total_q: tl.int64"] if variant.packed else []
     given = position_arguments(variant, compares=True)
     positions = (a for a in given if a != "sequences_ptr")
     arguments += [*positions, *key_arguments(variant)]
@@ -187,8 +188,8 @@ def _arguments(spec: Spec, variant: Variant, repairs: bool, dealt: bool) -> list
 # What the careful second pass takes, beside the kernel's own arguments: computed by then.
 _DERIVED = ("b", "h_kv", "chunk", "q_block", "split", "share_from", "share_to")
 _UNUSED = (
-    r"counts|sinks_ptr|spoilt_ptr|spans_ptr|kv_lens_ptr|kv_room|kv_len|split_tiles|schedule_\w+|"
-    r"q_offset\w*|stride_.b|stride_kh|stride_vh|page_table_stride|table_width|cu_seqlens_\w+"
+    r"counts|sinks_ptr|spoilt_ptr|spans_ptr|whole\w*|total_q|kv_lens_ptr|kv_room|kv_len|"
+    r"split_tiles|schedule_\w+|q_offset\w*|stride_.b|stride_kh|stride_vh|page_table_stride|table_width|cu_seqlens_\w+"
 )
 
 

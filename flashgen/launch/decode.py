@@ -186,7 +186,8 @@ def prepare(
         parts, lses = q.new_empty((*shape, v.shape[-1]), dtype=lse.dtype), lse.new_empty(shape)
     values: dict[str, Any] = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": parts, "lse_ptr": lses, "sinks_ptr": sinks,
-        "heads": geometry.heads, "group": geometry.group, "spans_ptr": spans,
+        "heads": geometry.heads, "group": geometry.group,
+        "spans_ptr": spans, "whole_ptr": out, "whole_lse_ptr": lse,
         "splits": splits.count, "split_tiles": splits.tiles,
         "batch": geometry.batch, "q_room": geometry.q_len,
         **forward_scales(bound.spec, scale, softcap),

@@ -231,13 +231,14 @@ def deal(
 
 @triton.jit
 def attend_share(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, counts, runs, stride_qb, stride_qh,
-    stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs, schedule_stride_b,
-    schedule_stride_h, runs_width, heads, group, splits, batch, q_len, kv_lens_ptr, kv_room,
-    page_table_ptr, page_table_stride, num_pages, scale_log2, chunk, q_block, split, h_kv, b,
-    share_from, share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr, PARTIAL: tl.constexpr,
-    ALIGN: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, whole_ptr, whole_lse_ptr, counts, runs,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+    stride_vs, schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch,
+    q_len, kv_lens_ptr, kv_room, page_table_ptr, page_table_stride, num_pages, scale_log2, chunk,
+    q_block, split, h_kv, b, share_from, share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PARTIAL: tl.constexpr, ALIGN: tl.constexpr, OFFSET: tl.constexpr, FLOAT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Part of a share: what lies in one sequence; returns the sequence's tiles."""
     kv_len = tl.load(kv_lens_ptr + b)
@@ -293,11 +294,8 @@ def attend_share(
     tiles = tl.maximum(visited, 1)
     share_from = tl.maximum(share_from, 0).to(tl.int32)
     share_to = tl.minimum(share_to, tiles).to(tl.int32)
-    line = (b * heads + head).to(tl.int64) * q_len + q_row
-    tl.store(spans_ptr + 2 * line[:, None], results, mask=(inside & (share_from == 0))[:, None])
-    tl.store(
-        spans_ptr + 2 * line[:, None] + 1, results, mask=(inside & (share_to == tiles))[:, None]
-    )
+    begins = share_from == 0
+    ends = share_to == tiles
     share_to = tl.minimum(share_to, visited)
     run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
@@ -361,15 +359,28 @@ def attend_share(
     lse = m + tl.log2(divisor)
     if not PARTIAL:
         lse *= LN2
-    tl.store(lse_ptr + results, lse[:, None], mask=inside[:, None])
     spoilt = 0
     acc0 /= divisor[None, :]
     spoilt += tl.sum((~(tl.abs(acc0) < float("inf"))).to(tl.int32))
-    tl.store(
-        out_ptr + results * 128 + dims_128,
-        tl.trans(acc0).to(out_ptr.dtype.element_ty),
-        mask=inside[:, None],
-    )
+    line = (b * heads + head).to(tl.int64) * q_len + q_row
+    if begins & ends & (spoilt == 0):
+        tl.store(spans_ptr + 2 * line[:, None], -1, mask=inside[:, None])
+        whole_lse = whole_lse_ptr + line
+        tl.store(whole_lse[:, None], (lse * LN2)[:, None], mask=inside[:, None])
+        tl.store(
+            whole_ptr + line[:, None] * 128 + dims_128,
+            tl.trans(acc0).to(whole_ptr.dtype.element_ty),
+            mask=inside[:, None],
+        )
+    else:
+        tl.store(spans_ptr + 2 * line[:, None], results, mask=(inside & begins)[:, None])
+        tl.store(spans_ptr + 2 * line[:, None] + 1, results, mask=(inside & ends)[:, None])
+        tl.store(lse_ptr + results, lse[:, None], mask=inside[:, None])
+        tl.store(
+            out_ptr + results * 128 + dims_128,
+            tl.trans(acc0).to(out_ptr.dtype.element_ty),
+            mask=inside[:, None],
+        )
     if spoilt > 0:
         tl.debug_barrier()
         select_rows(
@@ -399,6 +410,8 @@ def attention_decode(
     out_ptr,
     lse_ptr,
     spans_ptr,
+    whole_ptr,
+    whole_lse_ptr,
     counts,
     runs,
     stride_qb: tl.int64,
@@ -450,12 +463,12 @@ def attention_decode(
     )
     for b in range(first, past):
         tiles = attend_share(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, counts, runs, stride_qb, stride_qh,
-            stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-            schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch, q_len,
-            kv_lens_ptr, kv_room, page_table_ptr, page_table_stride, num_pages, scale_log2, chunk,
-            q_block, split, h_kv, b, share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_M, TILE_N,
-            PAGE_SIZE, PARTIAL, ALIGN, OFFSET, FLOAT, PRECISION,
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, whole_ptr, whole_lse_ptr, counts,
+            runs, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb,
+            stride_vh, stride_vs, schedule_stride_b, schedule_stride_h, runs_width, heads, group,
+            splits, batch, q_len, kv_lens_ptr, kv_room, page_table_ptr, page_table_stride,
+            num_pages, scale_log2, chunk, q_block, split, h_kv, b, share_from, share_to, BLOCK_M,
+            BLOCK_N, GROUP, TILE_M, TILE_N, PAGE_SIZE, PARTIAL, ALIGN, OFFSET, FLOAT, PRECISION,
         )
         share_from -= tiles
         share_to -= tiles

@@ -193,11 +193,11 @@ def deal(
 
 @triton.jit
 def attend_share(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, sinks_ptr, counts, runs, stride_qb,
-    stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch, q_len,
-    kv_lens_ptr, kv_room, scale_log2, to_cap, window, chunk, q_block, split, h_kv, b, share_from,
-    share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, whole_ptr, whole_lse_ptr, sinks_ptr, counts,
+    runs, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh,
+    stride_vs, schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch,
+    q_len, kv_lens_ptr, kv_room, scale_log2, to_cap, window, chunk, q_block, split, h_kv, b,
+    share_from, share_to, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTIAL: tl.constexpr, ALIGN: tl.constexpr,
     OFFSET: tl.constexpr, FLOAT: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -257,11 +257,8 @@ def attend_share(
     tiles = tl.maximum(visited, 1)
     share_from = tl.maximum(share_from, 0).to(tl.int32)
     share_to = tl.minimum(share_to, tiles).to(tl.int32)
-    line = (b * heads + head).to(tl.int64) * q_len + q_row
-    tl.store(spans_ptr + 2 * line[:, None], results, mask=(inside & (share_from == 0))[:, None])
-    tl.store(
-        spans_ptr + 2 * line[:, None] + 1, results, mask=(inside & (share_to == tiles))[:, None]
-    )
+    begins = share_from == 0
+    ends = share_to == tiles
     share_to = tl.minimum(share_to, visited)
     run, passed = seek(runs, runs_width, share_from, share_from < share_to, TILE_N // BLOCK_N)
     walk = runs + 2 * run
@@ -306,7 +303,7 @@ def attend_share(
     total = tl.sum(l, 0)
     # The sink is one more score in the denominator, of the first part alone.
     sink = tl.load(sinks_ptr + head).to(FLOAT) * LOG2E
-    sink = tl.where(share_from == 0, sink, float("-inf"))
+    sink = tl.where(begins, sink, float("-inf"))
     m_new = tl.maximum(m, sink)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m - m_safe)
@@ -319,15 +316,28 @@ def attend_share(
     lse = m + tl.log2(divisor)
     if not PARTIAL:
         lse *= LN2
-    tl.store(lse_ptr + results, lse[:, None], mask=inside[:, None])
     spoilt = 0
     acc0 /= divisor[None, :]
     spoilt += tl.sum((~(tl.abs(acc0) < float("inf"))).to(tl.int32))
-    tl.store(
-        out_ptr + results * 128 + dims_128,
-        tl.trans(acc0).to(out_ptr.dtype.element_ty),
-        mask=inside[:, None],
-    )
+    line = (b * heads + head).to(tl.int64) * q_len + q_row
+    if begins & ends & (spoilt == 0):
+        tl.store(spans_ptr + 2 * line[:, None], -1, mask=inside[:, None])
+        whole_lse = whole_lse_ptr + line
+        tl.store(whole_lse[:, None], (lse * LN2)[:, None], mask=inside[:, None])
+        tl.store(
+            whole_ptr + line[:, None] * 128 + dims_128,
+            tl.trans(acc0).to(whole_ptr.dtype.element_ty),
+            mask=inside[:, None],
+        )
+    else:
+        tl.store(spans_ptr + 2 * line[:, None], results, mask=(inside & begins)[:, None])
+        tl.store(spans_ptr + 2 * line[:, None] + 1, results, mask=(inside & ends)[:, None])
+        tl.store(lse_ptr + results, lse[:, None], mask=inside[:, None])
+        tl.store(
+            out_ptr + results * 128 + dims_128,
+            tl.trans(acc0).to(out_ptr.dtype.element_ty),
+            mask=inside[:, None],
+        )
     if spoilt > 0:
         tl.debug_barrier()
         select_rows(
@@ -356,6 +366,8 @@ def attention_decode(
     out_ptr,
     lse_ptr,
     spans_ptr,
+    whole_ptr,
+    whole_lse_ptr,
     sinks_ptr,
     counts,
     runs,
@@ -406,12 +418,12 @@ def attention_decode(
     )
     for b in range(first, past):
         tiles = attend_share(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, sinks_ptr, counts, runs, stride_qb,
-            stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-            schedule_stride_b, schedule_stride_h, runs_width, heads, group, splits, batch, q_len,
-            kv_lens_ptr, kv_room, scale_log2, to_cap, window, chunk, q_block, split, h_kv, b,
-            share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_M, TILE_N, PARTIAL, ALIGN, OFFSET,
-            FLOAT, PRECISION,
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, spans_ptr, whole_ptr, whole_lse_ptr, sinks_ptr,
+            counts, runs, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
+            stride_vb, stride_vh, stride_vs, schedule_stride_b, schedule_stride_h, runs_width,
+            heads, group, splits, batch, q_len, kv_lens_ptr, kv_room, scale_log2, to_cap, window,
+            chunk, q_block, split, h_kv, b, share_from, share_to, BLOCK_M, BLOCK_N, GROUP, TILE_M,
+            TILE_N, PARTIAL, ALIGN, OFFSET, FLOAT, PRECISION,
         )
         share_from -= tiles
         share_to -= tiles

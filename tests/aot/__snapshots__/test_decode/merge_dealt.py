@@ -33,8 +33,12 @@ def merge(
     splits = (tl.load(spans_ptr + 2 * row + 1) - place + 1).to(tl.int32)
     result = row
     if PACKED:
-        splits = tl.where(row // heads < tl.load(cu_seqlens_q_ptr + batch), splits, 0)
+        is_row = row // heads < tl.load(cu_seqlens_q_ptr + batch)
+        place = tl.where(is_row, place, 0)
+        splits = tl.where(is_row, splits, 0)
         result = row % heads * total_q + row // heads
+    if place < 0:
+        return
     parts_ptr += place * V_HEAD_DIM
     lses_ptr += place
     dims = tl.program_id(0) % pieces * BLOCK_D + tl.arange(0, BLOCK_D)
