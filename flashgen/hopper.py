@@ -231,6 +231,27 @@ def unpack(pairs, dtype: gl.constexpr, columns: gl.constexpr):  # type: ignore[n
 
 
 @gluon.jit
+def own_sum(x):  # type: ignore[no-untyped-def]
+    """What a thread has of each row of an accumulator, added up."""
+    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def sum_of_warps(x):  # type: ignore[no-untyped-def]
+    """Sums of what each of four warps has of what `own_sum` gave."""
+    return gl.sum(gl.sum(gl.sum(x, 1).reshape([4, 2, 8]), 2), 1)
+
+
+@gluon.jit
+def lifted_max(s, lift):  # type: ignore[no-untyped-def]
+    """Maxima of rows of s + lift; a thread's columns of a row all have the same lift."""
+    shape: gl.constexpr = [s.shape[0], s.shape[1] // 8, 4, 2]
+    lift = gl.max(gl.max(lift.reshape(shape), 3), 1)
+    most = gl.max(gl.max(s.reshape(shape), 3), 1)
+    return gl.convert_layout(gl.max(most + lift, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
 def opaque(x):  # type: ignore[no-untyped-def]
     """The same 32-bit numbers, which LLVM knows nothing of.
 

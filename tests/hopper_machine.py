@@ -398,6 +398,9 @@ class Machine:
             store_rows=_store_rows, store_parted_rows=_store_parted_rows,
             store_part=_store_part, PropagateNan=None,
             place_keys=lambda first, keys: first + keys,
+            own_sum=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
+            sum_of_warps=lambda x: x.sum(1).view(4, 16).sum(1),
+            lifted_max=lambda s, lift: (s + lift).amax(1),
             opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from stored import Sequences
 
 import flashgen as fg
 from flashgen import hopper, launch, masks
+from flashgen.emit.gradients import Wanted
+from flashgen.emit.sums import NO_DATA, summed
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_backward as launch_hopper_backward
 from flashgen.launch.backward_run import key_schedule
@@ -28,9 +31,12 @@ def walk(
     tile: int = 128,
     key_tile: int = 128,
     ordered: bool = False,
+    wanted: Wanted = NO_DATA,
     **data: Any,
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """dq, dk and dv by the generated kernels, and the flags of what isn't finite."""
+    """dq, dk and dv by the generated kernels, and the flags of what isn't finite.
+
+    `wanted`: of data, whose gradients stand behind those."""
     q, k, v = tensors
     call = attend._check_look(q, k, v, dict(data))
     planned = {name: x for name, x in data.items() if name != "scale"}
@@ -66,7 +72,12 @@ def walk(
         queued = {"queue_ptr": schedule.queue(by_key=True), "total_kv": packing.total_kv}
         values |= {**queued, "q_sequences_ptr": schedule.q_sequences}
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
-    made = launch_hopper_backward.generate(bound.spec, variant, ordered)
+    spelled = dict(zip(call.bound.tensors, bound.tensors, strict=True))
+    wanted = replace(wanted, data=tuple(spelled[name] for name in wanted.data))
+    wanted = summed(bound.spec, wanted, variant)
+    of_data = {name: torch.zeros_like(bound.tensors[name]) for name in wanted.data}
+    values |= {f"grad_{name}_ptr": grad for name, grad in of_data.items()}
+    made = launch_hopper_backward.generate(bound.spec, variant, ordered, wanted)
     machine = Machine(made.text)
     # Blocks of keys that wait for each other do so among programs that run at once.
     machine.at_once = ordered
@@ -76,11 +87,11 @@ def walk(
     monkeypatch.setattr(hopper, "descriptor", Tiles)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     flags = launch_hopper_backward.backward(
-        bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered
+        bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered, wanted
     )
     if packing is not None:
         grads = [x[0].transpose(0, 1) for x in grads]
-    return grads, flags
+    return [*grads, *of_data.values()], flags
 
 
 def inputs(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int) -> tuple[list[Any], Any]:
@@ -97,14 +108,16 @@ def check(
     **given: Any,
 ) -> None:
     how = {n: given.pop(n) for n in ("tile", "key_tile", "ordered") if n in given}
-    data = given
-    out = attend(*tensors, backend="cpu", **data)
-    right = torch.autograd.grad(out, tensors, grad)
+    names = [n for n, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = attend(*tensors, backend="cpu", **given)
+    right = torch.autograd.grad(out, [*tensors, *(given[name] for name in names)], grad)
     bare = [x.detach() for x in tensors]
-    got, flags = walk(monkeypatch, attend, bare, grad, **how, **data)
+    data = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in given.items()}
+    wanted = replace(NO_DATA, data=tuple(names))
+    got, flags = walk(monkeypatch, attend, bare, grad, wanted=wanted, **how, **data)
     assert not flags["q"].any()
     assert not flags["kv"].any()
-    for name, mine, exact in zip("qkv", got, right, strict=True):
+    for name, mine, exact in zip([*"qkv", *names], got, right, strict=True):
         error, size = (mine.float() - exact.float()).norm(), exact.float().norm()
         # What both round to half is p and ds; one key alone has no gradient but that error.
         assert error <= 4e-3 * size + 1e-2, f"d{name}: {error} of {size}"
@@ -303,3 +316,40 @@ def test_what_is_not_finite_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
         spoilt = torch.stack([~tile.all(-1) for tile in tiles], -1)
         assert (spoilt <= flag.bool()).all()
     assert flags["q"].tolist() == [[[1, 1, 0]]]
+
+
+@fg.attention(mask=masks.causal)
+def slanted(score, h, q_idx, kv_idx, slope: fg.Tensor):
+    return score + slope[h] * (kv_idx - q_idx)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_rise_with_the_distance(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    tensors, grad = inputs(1, 2, 1, 200, 300, head_dim, 64)
+    slope = torch.tensor([0.5, -0.1], requires_grad=True)
+    check(monkeypatch, slanted, tensors, grad, slope=slope)
+
+
+@fg.attention(mask=masks.causal & masks.document, softcap=6.0)
+def heated(score, b, h, h_kv, q_idx, gate: fg.Tensor, heat: fg.Tensor, own: fg.Tensor):
+    return score * fg.tanh(score * gate[h]) * heat + gate[0] * score + own[h_kv, q_idx]
+
+
+def test_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read twice, at any head and at one; without an index; and beside data of queries."""
+    tensors, grad = inputs(2, 2, 1, 200, 200, 64, 64)
+    gate, heat = torch.rand(2, requires_grad=True), torch.tensor(1.5, requires_grad=True)
+    doc = torch.arange(200).expand(2, 200) // 70
+    data = {"gate": gate, "heat": heat, "own": torch.rand(1, 200), "doc": doc}
+    check(monkeypatch, heated, tensors, grad, **data)
+
+
+@fg.attention(mask=masks.causal)
+def scaled(score, h, q_idx, kv_idx, table: fg.Tensor, factor: fg.Tensor):
+    return score * table[h, fg.minimum(q_idx - kv_idx, 70)] * factor
+
+
+def test_derivatives_that_read_data_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, grad = inputs(1, 2, 1, 200, 220, 64, 64)
+    factor = torch.tensor(0.7, requires_grad=True)
+    check(monkeypatch, scaled, tensors, grad, table=torch.rand(2, 71), factor=factor)

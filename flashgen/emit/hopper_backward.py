@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..differentiate import ZERO
-from ..expr import Expr, const, leaves
+from ..expr import Expr, leaves
 from ..layout import tidy
 from ..lower import Lowered, fewest
 from ..order import with_tables
@@ -19,11 +18,14 @@ from . import (
     header,
     lower_for,
     position_arguments,
+    slant_of,
     unaligned_pointers,
 )
-from .gradients import derivatives_of
+from .gradients import Wanted
+from .hopper_score import ScoreMath, score_math
 from .mask_text import needed
 from .shipped import Read, Shipped, ship
+from .sums import NO_DATA
 
 # How far keys are ahead of a step's queries.
 _AHEAD = "(-ahead(first_row + q_offset, rows, kv_idx, FLOAT))"
@@ -47,31 +49,30 @@ class Module:
 
 @dataclass(frozen=True)
 class Math:
-    """Mask, score function and its derivative as statements, by where they change.
+    """Mask and score function as statements, by where they change.
 
     `key_lines`: with the key block alone; `mask_query_lines`, `score_query_lines`: with a step's
-    queries alone, but for what is loaded for them (`shipped`); the others with both, or with the
-    score."""
+    queries alone, but for what is loaded for them (`shipped`); `tile_lines` and the score's own
+    with both, or with the score."""
 
     key_lines: tuple[str, ...]
     mask_query_lines: tuple[str, ...]
     score_query_lines: tuple[str, ...]
     tile_lines: tuple[str, ...]
-    score_lines: tuple[str, ...]
-    slope_lines: tuple[str, ...]
     keep: str
-    score: str
-    slope: str
     helpers: set[str]
     shipped: Shipped
+    score: ScoreMath
 
 
-def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> Module:
-    """Hopper's backward kernels of a spec; gradients of data are not among them.
+def hopper_backward(
+    spec: Spec, variant: Variant, wanted: Wanted = NO_DATA, *, ordered: bool = False
+) -> Module:
+    """Hopper's backward kernels of a spec; of gradients of data those `wanted`, which are `summed`.
 
     `ordered`: what blocks of keys add up in memory they add in an order that is fixed."""
-    math = _math(spec, variant)
-    attention, queries, keys = _arguments(spec, variant, ordered)
+    math = _math(spec, variant, wanted)
+    attention, queries, keys = _arguments(spec, variant, ordered, wanted)
     arguments = (attention, queries, keys, *([_ORDER] if ordered else []))
     has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
     text = (
@@ -86,11 +87,14 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
             order_visits=_ORDER,
             unspecialized=[_typed(each) for each in arguments],
             unaligned=unaligned_pointers(attention, spec),
-            data=[bare(a) for a in data_arguments(spec, variant)],
+            data=[*map(bare, data_arguments(spec, variant)), *_gradients(wanted)],
             math=math,
             ordered=ordered,
-            score=spec.score is not None,
-            bends=bool(spec.softcap) or math.slope != "1.0",
+            score=math.score.text,
+            slanted=math.score.slant,
+            sums=math.score.sums,
+            sums_read_q_idx=math.score.sums.reads("q_idx"),
+            bends=bool(spec.softcap) or math.score.slope != "1.0",
             softcap=spec.softcap,
             width=width_of(variant.head_dim),
             adder=has_adder,
@@ -112,7 +116,7 @@ def hopper_backward(spec: Spec, variant: Variant, *, ordered: bool = False) -> M
             kv_lens=variant.kv_lens,
             offset=variant.offset,
             mask_indices=leaves(spec.mask, "index"),
-            score_indices=leaves(spec.score, "index"),
+            score_indices=leaves(spec.score, "index") if math.score.text else (),
         )
     )
     name = f"{spec.slug}_d{variant.head_dim}" + (
@@ -160,41 +164,37 @@ def stages_of(head_dim: int, v_head_dim: int) -> int:
     return 4 if max(head_dim, v_head_dim) <= 64 else 2
 
 
-def _math(spec: Spec, variant: Variant) -> Math:
+def _math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
     masks = [] if spec.mask is None else [fewest(spec.mask, "q_idx")]
     mask = _lower(masks, spec, variant, frozenset())
     keep = mask.results[0] if mask.results else ""
     keys, queries, tile = mask.statements
-    of_mask = Read(queries, (keep, *tile))
-    if spec.score is None:
-        helpers = called(spec, True, mask.helpers, frozenset())
-        lines, _, shipped = ship(spec, keys, of_mask, Read((), ()))
-        keys = needed(keys, (keep, *lines, *tile))
-        return Math(keys, lines, (), tile, (), (), keep, "", "1.0", helpers, shipped)
-    score = _lower_score(spec, variant, mask)
-    text, slope = score.results
-    first = needed(score.statements[2], [text])
-    later = tuple(line for line in score.statements[2] if line not in first)
-    keys = (*keys, *score.statements[0])
-    of_score = Read(score.statements[1], (*score.statements[2], text, slope))
+    slant = _slant(spec, variant)
+    score = score_math(
+        spec, wanted, slant,
+        lambda exprs: _lower(exprs, spec, variant, _assigned(mask), slant is not None),
+    )  # fmt: skip
+    keys = (*keys, *score.key_lines)
+    of_mask, of_score = Read(queries, (keep, *tile)), Read(score.query_lines, score.texts)
     mask_lines, score_lines, shipped = ship(spec, keys, of_mask, of_score)
-    read = (keep, *mask_lines, *tile, *score_lines, *score.statements[2], text, slope)
-    if not leaves(spec.score, "score"):
-        text = f"gl.zeros_like(s) + ({text})"
+    read = (keep, *mask_lines, *tile, *score_lines, *score.texts)
+    helpers = called(spec, True, mask.helpers, score.helpers)
     return Math(
-        needed(keys, read), mask_lines, score_lines, tile, first, later, keep, text, slope,
-        called(spec, True, mask.helpers, score.helpers), shipped,
+        needed(keys, read), mask_lines, score_lines, tile, keep,
+        helpers | {term.how for term in score.sums.terms} & {"add_exactly"}, shipped, score,
     )  # fmt: skip
 
 
-def _lower_score(spec: Spec, variant: Variant, mask: Lowered) -> Lowered:
-    """The changed score, and its derivative by the score."""
-    assert spec.score is not None
-    found = derivatives_of(spec)
-    slope = const(1.0) if found.score == ZERO else found.score
-    lines = [line for part in mask.statements for line in part]
-    assigned = frozenset(line.partition(" = ")[0] for line in lines)
-    return _lower([spec.score, slope], spec, variant, assigned)
+def _slant(spec: Spec, variant: Variant) -> Expr | None:
+    """What a score rises by for each position, where sums of scores begin with that."""
+    slant = slant_of(spec)
+    if slant is None or keys_of(variant.head_dim, variant.v_head_dim) == 64:
+        return None
+    return None if "q_idx" in leaves(slant, "index") else slant
+
+
+def _assigned(found: Lowered) -> frozenset[str]:
+    return frozenset(line.partition(" = ")[0] for part in found.statements for line in part)
 
 
 def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]:
@@ -204,9 +204,15 @@ def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]
     return list(names) if lines else []
 
 
-def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
+def _lower(
+    exprs: list[Expr],
+    spec: Spec,
+    variant: Variant,
+    taken: frozenset[str],
+    is_float: bool = False,
+) -> Lowered:
     # Three warpgroups have no registers left: 128 spills in the loop, 4 with integers.
-    ahead = _AHEAD if max(variant.head_dim, variant.v_head_dim) > 64 else ""
+    ahead = _AHEAD if max(variant.head_dim, variant.v_head_dim) > 64 or is_float else ""
     return lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stage, ahead=ahead)
 
 
@@ -231,14 +237,19 @@ def _positions(variant: Variant) -> list[str]:
     return [a for a in arguments if a.startswith("q_offset")] if variant.packed else arguments
 
 
+def _gradients(wanted: Wanted) -> list[str]:
+    return [f"grad_{name}_ptr" for name in wanted.data]
+
+
 def _strides(*letters: str) -> list[str]:
     return [f"stride_{letter}{dim}: tl.int64" for letter in letters for dim in "bhs"]
 
 
 def _arguments(
-    spec: Spec, variant: Variant, ordered: bool
+    spec: Spec, variant: Variant, ordered: bool, wanted: Wanted
 ) -> tuple[list[str], list[str], list[str]]:
     attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr", "next_item_ptr"]
+    attention += _gradients(wanted)
     attention += ["row_turns_ptr", "key_turns_ptr", "visits", "ranks"] if ordered else []
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]

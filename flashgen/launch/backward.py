@@ -9,10 +9,11 @@ import torch
 from .. import data_gradients
 from ..dropout import Dropout
 from ..emit.gradients import Wanted, ignores_score
+from ..emit.sums import NO_DATA, summed
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound
-from . import LOG2E
+from . import LOG2E, variant_of
 from . import hopper_backward as launch_hopper_backward
 from .backward_run import Gradients as Gradients
 from .backward_run import Run
@@ -40,25 +41,27 @@ def backward(
     `hopper`: by Hopper's kernels where they can."""
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
+    added = _added(saved, kernels, bound, geometry) if hopper else NO_DATA
+    rest = tuple(name for name in kernels.data if name not in added.data)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, wanted, bound, geometry, schedule, scale, dropout is not None, deterministic
+        saved, rest, bound, geometry, schedule, scale, dropout is not None, deterministic
     )
-    of_data = replace(kernels, q=False, k=False, v=False)
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
     grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry, on_hopper)
     if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     call = (bound, geometry, schedule, scale, softcap, dropout)
-    # Hopper's kernels leave gradients of data to the portable ones, as they do repairs.
+    # Hopper's kernels leave gradients of other data to the portable ones, as they do repairs.
     alone = replace(kernels, data=(), stored=(), exact=False) if on_hopper else kernels
     run = Run(saved, alone, *call, repairs=on_hopper)
     run.prepare()
     if on_hopper:
-        run.on_hopper(grads, deterministic)
+        run.on_hopper(grads, deterministic, added)
     run.portable(grads)
-    if on_hopper and of_data.data:
-        Run(saved, of_data, *call, prepared=run).portable(grads)
+    if on_hopper and rest:
+        of_rest = replace(kernels, q=False, k=False, v=False, data=rest)
+        Run(saved, of_rest, *call, prepared=run).portable(grads)
     of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
@@ -74,9 +77,15 @@ def _kernels(
     return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
 
 
+def _added(saved: Saved, kernels: Wanted, bound: Bound, geometry: Geometry) -> Wanted:
+    """What Hopper's kernels add up of gradients of data."""
+    dims = (saved.q.shape[-1], saved.v.shape[-1])
+    return summed(bound.spec, kernels, variant_of(bound, geometry, *dims))
+
+
 def _obstacle_to_hopper(
     saved: Saved,
-    wanted: Wanted,
+    rest: tuple[str, ...],
     bound: Bound,
     geometry: Geometry,
     schedule: Schedule,
@@ -84,7 +93,7 @@ def _obstacle_to_hopper(
     dropout: bool,
     ordered: bool,
 ) -> str:
-    if geometry.packing is not None and wanted.data:
+    if geometry.packing is not None and rest:
         return "portable kernels compute gradients of packed sequences' data along with the others"
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size

@@ -170,12 +170,14 @@ class Run:
         names, kernel = self.made.prepare, self.module.prepare_rows
         launch(kernel, names, self.values, constants, _PREPARE, programs)
 
-    def on_hopper(self, grads: Gradients, ordered: bool) -> None:
-        """All gradients, but for what isn't finite: `by_query` and `by_key` look at that again."""
+    def on_hopper(self, grads: Gradients, ordered: bool, of_data: Wanted) -> None:
+        """All gradients, but for what isn't finite: `by_query` and `by_key` look at that again; and
+        those of data that Hopper's kernels add up."""
         assert grads.q is not None
         assert grads.k is not None
         assert grads.v is not None
         values = {**self.values, **key_schedule(self.schedule)}
+        values |= {f"grad_{name}_ptr": grads.data[name] for name in of_data.data}
         if (packing := self.geometry.packing) is not None:
             values["queue_ptr"] = self.schedule.queue(by_key=True)
             values["q_sequences_ptr"] = self.schedule.q_sequences
@@ -188,6 +190,7 @@ class Run:
             self.schedule.block_size,
             (grads.q, grads.k, grads.v),
             ordered,
+            of_data,
         )
 
     def portable(self, grads: Gradients) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from .. import cache, emit
-from ..emit.gradients import ignores_score
+from ..emit.gradients import Wanted, ignores_score
 from ..emit.hopper_backward import Module, hopper_backward, keys_of, stages_of, sum_width, width_of
+from ..emit.sums import NO_DATA
 from ..geometry import Geometry
 from ..spec import Bound, Spec
 from ..tiling import Tiling
@@ -73,16 +74,20 @@ def obstacle(
 
 
 @functools.lru_cache(maxsize=1024)
-def generate(spec: Spec, variant: emit.Variant, ordered: bool = False) -> Module:
-    """The text of Hopper's backward kernels; `ordered`: with sums in a fixed order."""
-    return hopper_backward(spec, variant, ordered=ordered)
+def generate(
+    spec: Spec, variant: emit.Variant, ordered: bool = False, wanted: Wanted = NO_DATA
+) -> Module:
+    """The text of Hopper's backward kernels; `ordered`: with sums in a fixed order.
+
+    `wanted`: gradients of data, those that it computes."""
+    return hopper_backward(spec, variant, wanted, ordered=ordered)
 
 
 @functools.lru_cache(maxsize=1024)
 def _module(
-    spec: Spec, variant: emit.Variant, ordered: bool, parts: tuple[str, ...]
+    spec: Spec, variant: emit.Variant, ordered: bool, wanted: Wanted, parts: tuple[str, ...]
 ) -> tuple[Any, Module]:
-    made = generate(spec, variant, ordered)
+    made = generate(spec, variant, ordered, wanted)
     return cache.module(made.name, made.text, parts), made
 
 
@@ -102,14 +107,15 @@ def backward(
     block_size: tuple[int, int],
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ordered: bool = False,
+    wanted: Wanted = NO_DATA,
 ) -> dict[str, torch.Tensor]:
-    """Write the gradients of q, k and v.
+    """Write the gradients of q, k and v, and add to those of data that are `wanted`.
 
     `values`: what the portable kernels take, LSE and delta of each row prepared, a sum of dQ that
     is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns which
     tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
     int32, not 0 for these; packed: tiles of all sequences, B = 1."""
-    module, made = _module(spec, variant, ordered, key_parts())
+    module, made = _module(spec, variant, ordered, wanted, key_parts())
     block_n = keys_of(variant.head_dim, variant.v_head_dim)
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {

@@ -218,8 +218,7 @@ def attend(
                 q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & ((kv_idx <= q_idx) & (q_idx < kv_add)), p, 0.0)
             p_tile = p.to(k.dtype)
-            slopes = p
-            slopes *= 1.0 - bend * bend
+            slopes = p * (1.0 - bend * bend)
 
             # dK of the block before has left from where ds will be.
             hopper.wait_stores(0)
@@ -264,8 +263,7 @@ def attend(
                     q_idx = first_row + q_offset + rows
                     p = gl.where(is_key & ((kv_idx <= q_idx) & (q_idx < kv_add)), p, 0.0)
                 p_tile = p.to(k.dtype)
-                slopes = p
-                slopes *= 1.0 - bend * bend
+                slopes = p * (1.0 - bend * bend)
 
                 # The branch above keeps this wait from moving above the exponentials.
                 dp, dv, dk = warpgroup_mma_wait(0, deps=(dp, dv, dk))

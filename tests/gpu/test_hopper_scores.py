@@ -1,0 +1,116 @@
+"""Score functions in Hopper's kernels, and gradients of their data, against dense float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sm_90
+import torch
+
+import flashgen as fg
+from flashgen import masks
+
+pytestmark = [*sm_90.marks(), pytest.mark.usefixtures("on_hopper")]
+
+B, H, HKV = 2, 4, 2
+
+
+@fg.attention(mask=masks.causal)
+def alibi(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+    return score + slope[h] * (kv_idx - q_idx)
+
+
+@fg.attention(mask=masks.causal)
+def gate(score: Any, h: Any, slope: fg.Tensor) -> Any:
+    return score * fg.tanh(score * slope[h])
+
+
+@fg.attention(mask=masks.causal, softcap=20.0)
+def warm(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor, heat: fg.Tensor) -> Any:
+    return heat * (score + slope[h] * (kv_idx - q_idx)) + score * slope[0]
+
+
+Change = Callable[[Any, Any, dict[str, Any]], Any]
+DENSE: dict[Any, Change] = {
+    alibi: lambda s, away, d: s - d["slope"][:, None, None] * away,
+    gate: lambda s, away, d: s * torch.tanh(s * d["slope"][:, None, None]),
+    warm: lambda s, away, d: 20.0 * torch.tanh(
+        (d["heat"] * (s - d["slope"][:, None, None] * away) + s * d["slope"][0]) / 20.0
+    ),
+}  # fmt: skip
+
+
+def dense(attend: Any, q: Any, k: Any, v: Any, data: dict[str, Any], offset: int) -> Any:
+    k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
+    rows = torch.arange(q.shape[2], device="cuda")[:, None] + offset
+    away = rows - torch.arange(k.shape[2], device="cuda")
+    scores = DENSE[attend](q @ k.mT * q.shape[-1] ** -0.5, away, data)
+    return torch.softmax(torch.where(away >= 0, scores, -math.inf), -1) @ v
+
+
+def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
+    shapes = ((B, H, S, D), (B, HKV, T, D), (B, HKV, T, D))
+    tensors = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
+    data = {"slope": torch.tensor([0.5, 0.1, -0.02, 0.0], device="cuda").requires_grad_()}
+    if attend is warm:
+        data["heat"] = torch.tensor(1.3, device="cuda").requires_grad_()
+    return tensors, data
+
+
+def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: int = 0) -> None:
+    """Errors are at most twice those of PyTorch's operations in the dtype. `unseen`: keys that
+    nobody sees, which hold NaN."""
+    S, T = 333, 391
+    offset = 0 if unseen else T - S
+    T = S + unseen if unseen else T
+    tensors, data = inputs(attend, S, T, D, dtype)
+    given = [x.detach().clone() for x in tensors]
+    for x in given[1:] if unseen else ():
+        x[:, :, S:] = math.nan
+    every = [*(x.requires_grad_() for x in given), *data.values()]
+    options = {"backend": "hopper", "deterministic": deterministic, "q_offset": offset}
+    out = attend(*given, **data, **options)
+    grad = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, every, grad))
+
+    def right(kind: Any) -> list[Any]:
+        exact = [x.detach().to(kind).requires_grad_() for x in (*tensors, *data.values())]
+        named = dict(zip(data, exact[3:], strict=True))
+        result = dense(attend, *exact[:3], named, offset)
+        return [result, *torch.autograd.grad(result, exact, grad.to(kind))]
+
+    names = ("out", "q", "k", "v", *data)
+    for name, mine, exact, eager in zip(
+        names, got, right(torch.float64), right(dtype), strict=True
+    ):
+        error, theirs = ((x.double() - exact).norm() for x in (mine, eager))
+        assert error <= 1.3 * theirs + 1e-4 * exact.norm(), f"{name}: {error} > {theirs}"
+
+
+@pytest.mark.parametrize("D", [128, 64])
+@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "gate", "warm"))
+def test_gradients(attend: Any, D: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        check(attend, D, dtype)
+    check(attend, D, torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("attend", [alibi, gate], ids=("alibi", "gate"))
+def test_keys_that_nobody_sees(attend: Any) -> None:
+    check(attend, 64, torch.bfloat16, unseen=70)
+
+
+@pytest.mark.parametrize("attend", [alibi, gate], ids=("alibi", "gate"))
+def test_the_same_bits_each_time(attend: Any) -> None:
+    tensors, data = inputs(attend, 600, 600, 128, torch.bfloat16)
+    every = [*tensors, *data.values()]
+    grad = torch.randn(B, H, 600, 128, device="cuda", dtype=torch.bfloat16)
+    first = None
+    for _ in range(10):
+        out = attend(*tensors, **data, backend="hopper", deterministic=True)
+        grads = torch.autograd.grad(out, every, grad)
+        first = first or grads
+        assert all(torch.equal(x, y) for x, y in zip(first, grads, strict=True))
