@@ -30,6 +30,7 @@ from .scores import slant_of as slant_of
 
 # Indices of the attention loop, as the kernels name them.
 INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len", "away")}
+INDEX_NAMES |= {n: n for n in ("least_away", "most_away")}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from . import (
 )
 from .gradients import Wanted
 from .hopper_score import ScoreMath, score_math
+from .level import OF_TILES
 from .mask_text import needed
 from .shipped import Read, Shipped, ship
 from .sums import NO_DATA
@@ -93,6 +94,7 @@ def hopper_backward(
             score=math.score.text,
             slanted=math.score.slant,
             sums=math.score.sums,
+            level=math.score.level,
             sums_read_q_idx=math.score.sums.reads("q_idx"),
             bends=bool(spec.softcap) or math.score.slope != "1.0",
             softcap=spec.softcap,
@@ -219,7 +221,7 @@ def _lower(
 def _stage(expr: Expr) -> int:
     """0: fixed for a key block, 1: changes with the queries alone, 2: with pairs."""
     indices = leaves(expr, "index")
-    if leaves(expr, "score") or {"q_idx", "kv_idx"} <= indices:
+    if leaves(expr, "score") or {"q_idx", "kv_idx"} <= indices or indices & OF_TILES:
         return 2
     return int("q_idx" in indices)
 
