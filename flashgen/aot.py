@@ -178,20 +178,24 @@ def compile_hopper_forward(
     dtype: torch.dtype = torch.bfloat16,
     variant: emit.Variant,
     shape: launch_hopper.Shape | None = None,
+    page_size: int = 16,
 ) -> Compiled:
-    """Compile a spec's forward kernel of the Hopper family for sm_90."""
+    """Compile a spec's forward kernel of the Hopper family for sm_90.
+
+    `page_size`: if keys are in pages."""
     shape = shape or launch_hopper.shape_for(variant.head_dim, variant.v_head_dim)
     generated = emit_hopper.forward(spec, variant, groups=shape.groups)
     module = cache.module(generated.name, generated.text, launch.key_parts())
     q, v = (torch.empty(1, 1, 16, d, dtype=dtype) for d in (variant.head_dim, variant.v_head_dim))
-    known = launch_hopper.descriptors(q, q, v, shape)
+    pages = {"PAGE_SIZE": page_size} if variant.keys == "paged" else {}
+    known = launch_hopper.descriptors(q, q, v, shape, pages.get("PAGE_SIZE"))
     values = [
         known.get(name, value)
         for name, value in zip(
             generated.arguments, _placeholders(generated.arguments, spec, dtype), strict=True
         )
     ]
-    constants = launch_hopper.constants_of(shape)
+    constants = launch_hopper.constants_of(shape) | pages
     return compile_kernel("sm_90", module.attention_forward, values, constants, launch_hopper.WARPS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -41,6 +41,13 @@ class Packing:
         if cu_kv is not None:
             cu_kv = cu_q if cu_kv is self.cu_q else cu_kv.clone()
         return Packing(cu_q, cu_kv, self.total_q, self.total_kv)
+
+    def with_keys(self, kv_lens: torch.Tensor | None) -> Packing:
+        """As if keys that lie elsewhere, of these lengths, were packed too."""
+        if self.cu_kv is not None or kv_lens is None:
+            return self
+        ends = kv_lens.cumsum(0, dtype=torch.int32)
+        return replace(self, cu_kv=torch.nn.functional.pad(ends, (1, 0)))
 
     @cached_property
     def q_lens(self) -> torch.Tensor:

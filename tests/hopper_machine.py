@@ -94,7 +94,15 @@ class Shared:
         return Shared(self.data.view(shape))
 
     def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
-        return self.reshape(shape)
+        rows, columns = shape[-2:]
+        if columns == self.data.shape[-1] or shape[0] == 1:
+            return self.reshape(shape)
+        # Columns of 128 bytes lie one after the other, each for all rows.
+        slots = self.data.flatten(0, -3)
+        parts = (
+            part for slot in slots for half in slot.split(columns, 1) for part in half.split(rows)
+        )
+        return Shared([part[None, None] for part in parts])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))

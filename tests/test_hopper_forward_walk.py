@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import stored
 import torch
 from cases import CASES
 from hopper_machine import Machine, Tiles
@@ -105,7 +106,7 @@ def test_lengths(
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 64)], ids=str)
-@pytest.mark.parametrize("processors", [1, 5, 100])
+@pytest.mark.parametrize("processors", [1, pytest.param(5, marks=pytest.mark.slow), 100])
 def test_programs_share_row_blocks(
     monkeypatch: pytest.MonkeyPatch, processors: int, tile: tuple[int, int]
 ) -> None:
@@ -276,3 +277,43 @@ def test_packed(
     assert not marks[0][:, others].any()
     assert marks[0][:, ~others].all()
     torch.testing.assert_close(out[0].transpose(0, 1)[others], right[others], rtol=2e-3, atol=2e-3)
+
+
+SEEN = {"causal": stored.causal, "window": stored.within(70), "full": stored.every}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "tile", "dims", "is_packed"),
+    [
+        ("causal", 16, (128, 128), (128, 128), True),
+        ("window", 128, (128, 64), (192, 128), False),
+        pytest.param("causal", 256, (192, 64), (64, 64), True, marks=pytest.mark.slow),
+        pytest.param("full", 32, (128, 64), (40, 72), False, marks=pytest.mark.slow),
+        pytest.param("window", 64, (128, 64), (256, 256), False, marks=pytest.mark.slow),
+        pytest.param("full", 64, (128, 128), (128, 128), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_pages(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    size: int,
+    tile: tuple[int, int],
+    dims: tuple[int, int],
+    is_packed: bool,
+) -> None:
+    """What isn't used of pages is NaN, and of the table no page."""
+    lens = [*KV_LENS[:-1], 130]
+    q_lens = Q_LENS if is_packed else [40] * len(lens)
+    sequences = Sequences.random(q_lens, lens, 2, 1, *dims, torch.float16)
+    keys, places = sequences.paged(size)
+    q = torch.stack(sequences.q) if not is_packed else stored.join(sequences.q)
+    if is_packed:
+        places["cu_seqlens_q"] = stored.starts(q_lens)
+    how: dict[str, Any] = {"tile": tile, "processors": 3 if is_packed else 100}
+    out, lse, marks = walk(monkeypatch, PACKED[name][0], [q, *keys], **how, **places)
+    assert not marks.any()
+    if is_packed:
+        out, lse = out[0].transpose(0, 1), lse[0]
+    found = stored.parted(out, lse, q_lens if is_packed else None)
+    stored.same(found, sequences.reference(SEEN[name]), 2e-3)

@@ -111,15 +111,26 @@ def _arguments(call: Call, keys: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "longest", "why"),
-    [("paged", None, "not paged ones"), ("packed", 16, "at most 16 queries"), ("packed", 17, "")],
+    ("keys", "number", "why"),
+    [
+        ("paged", 8, "take pages of 16, 32, 64 and multiples of 128"),
+        ("paged", 32, ""),
+        ("paged", 384, ""),
+        ("packed", 16, "at most 16 queries"),
+        ("packed", 17, ""),
+    ],
 )
 def test_what_hopper_leaves_to_portable(
-    monkeypatch: pytest.MonkeyPatch, keys: str, longest: int | None, why: str
+    monkeypatch: pytest.MonkeyPatch, keys: str, number: int, why: str
 ) -> None:
+    """`number`: keys of a page, or the most queries."""
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
     call, _ = call_of("causal", keys)
-    geometry = replace(call.geometry, q_len=longest or call.geometry.q_len)
+    pages = call.geometry.pages
+    if pages is None:
+        geometry = replace(call.geometry, q_len=number)
+    else:
+        geometry = replace(call.geometry, pages=replace(pages, size=number))
     found = obstacle(torch.device("cuda"), torch.bfloat16, geometry=geometry)
     assert (why in found) if why else not found
 

@@ -199,6 +199,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     descriptors = _descriptors(q_parts, v_parts)
     arguments = _arguments(spec, variant, descriptors)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
+    views = [(f"{x}{p.number}", p) for x, parts in (("k", q_parts), ("v", v_parts)) for p in parts]
+    buffers += [f"{name}_pages" for name, _ in views] if variant.keys == "paged" else []
     buffers += ["places", "notes", "q_ready", "q_free", "ready", "free"]
     helpers = called(spec, True, mask.helpers, score.lowered.helpers)
     indices = leaves(spec.mask, "index") | leaves(spec.score, "index")
@@ -216,8 +218,9 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             q_parts=q_parts,
             v_parts=v_parts,
             q_bytes=_bytes("q", q_parts),
-            k_bytes=_bytes("k", q_parts),
-            v_bytes=_bytes("v", v_parts),
+            k_bytes=_bytes("k", q_parts, variant),
+            v_bytes=_bytes("v", v_parts, variant),
+            page_views=views,
             kv_lens=variant.kv_lens,
             offset=variant.offset,
             packed=variant.packed,
@@ -286,8 +289,10 @@ def _descriptors(q_parts: tuple[Part, ...], v_parts: tuple[Part, ...]) -> list[s
     return [f"{name}{part.number}_desc" for name, own in parts for part in own]
 
 
-def _bytes(name: str, parts: tuple[Part, ...]) -> str:
-    """What a barrier waits for: a tile of each part."""
+def _bytes(name: str, parts: tuple[Part, ...], variant: Variant | None = None) -> str:
+    """What a barrier waits for: a tile of each part, in how many pages ever."""
+    if variant is not None and variant.keys == "paged":
+        return f"{2 * sum(part.size for part in parts)} * BLOCK_N"
     return " + ".join(f"{name}{part.number}_desc.block_type.nbytes" for part in parts)
 
 

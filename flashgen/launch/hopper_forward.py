@@ -23,6 +23,8 @@ from . import decode
 
 ROWS = (128, 192)
 KEYS = (128, 64)
+# Pages that are part of a tile.
+PAGES = (16, 32, 64)
 # Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
 SHARED = 232448 - 2048
 
@@ -85,7 +87,8 @@ def obstacle(
     if problem := unsupported(launch.current_target(device), dtype):
         return problem
     if geometry is not None and geometry.pages is not None:
-        return "Hopper's kernels take dense and packed tensors, not paged ones"
+        if problem := _odd_pages(geometry.pages.size):
+            return problem
     if geometry is not None and geometry.packing is not None:
         if not geometry.batch:
             return "there is no sequence"
@@ -106,6 +109,13 @@ def obstacle(
         # What isn't contiguous along a row is copied first.
         if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
             return f"{name} has {problem}"
+    return ""
+
+
+def _odd_pages(size: int) -> str:
+    """Why tiles can't be copied from pages of a size."""
+    if size % max(KEYS) and size not in PAGES:
+        return f"Hopper's kernels take pages of {', '.join(map(str, PAGES))} and multiples of 128"
     return ""
 
 
@@ -183,12 +193,13 @@ def forward(
     if shares.splits > 1:
         lses = lse.new_empty((lse.numel() - shared_row, shares.splits))
         parts = lse.new_empty((*lses.shape, v.shape[-1]))
+    page_size = geometry.pages.size if geometry.pages is not None else None
     values = {
         **launch.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
             softcap=softcap, sinks=sinks,
         ),
-        **descriptors(q, k, v, shape),
+        **descriptors(q, k, v, shape, page_size),
         **launch.range_values(bound.spec, schedule),
         "spoilt_ptr": spoilt,
         "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
@@ -205,11 +216,13 @@ def forward(
     kernel, repair = _kernels(bound.spec, variant, shape.groups, launch.key_parts())
     texts = generate(bound.spec, variant, shape.groups)
     programs = min(shares.whole + (heads * blocks - shares.whole) * shares.splits, processors)
-    launch.launch(kernel, texts[0].arguments, values, constants_of(shape), WARPS, programs)
+    paged = {} if page_size is None else {"PAGE_SIZE": page_size}
+    constants = constants_of(shape) | paged
+    launch.launch(kernel, texts[0].arguments, values, constants, WARPS, programs)
     if shares.splits > 1:
         decode.merge(parts, lses, out.view(-1, v.shape[-1])[shared_row:], lse.view(-1)[shared_row:])
     tiling = launch.default_tiling(q, v.shape[-1], schedule, bound.spec)
-    constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size)
+    constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size) | paged
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
     programs = math.ceil(values["items"] / _CHUNK)
     constants["CHUNK"] = _CHUNK
@@ -269,13 +282,21 @@ def constants_of(shape: Shape) -> dict[str, Any]:
     }
 
 
-def descriptors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape) -> dict[str, Any]:
+def descriptors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, page_size: int | None = None
+) -> dict[str, Any]:
     """TMA descriptors of each part of the head dimensions, as the kernel names them."""
     from .. import hopper
 
-    rows = {"q": 64, "k": shape.block_n, "v": shape.block_n}
+    keys, widest = shape.block_n, 256
+    if page_size is not None and page_size < keys:
+        # Rows of 128 bytes: a tile's rows in shared memory lie so, one after the other.
+        keys, widest = page_size, 64
+    rows = {"q": 64, "k": keys, "v": keys}
     return {
-        f"{name}{part.number}_desc": hopper.descriptor(x, (rows[name], part.size))
+        f"{name}{part.number}_desc": hopper.descriptor(
+            x, (rows[name], part.size if name == "q" else min(part.size, widest))
+        )
         for name, x in (("q", q), ("k", k), ("v", v))
         for part in emit.parts_of(x.shape[-1])
     }

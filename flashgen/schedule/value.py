@@ -244,15 +244,16 @@ class Schedule:
         packing, runs = self.packing, self.q_runs if by_key else self.kv_runs
         assert packing is not None
         if self.device.type == "cpu":
-            return queue(runs.counts, packing, self.block_size, by_key)
+            return queue(runs.counts, packing.with_keys(self.kv_lens), self.block_size, by_key)
         from ..plan import queue as queue_on_device
 
         sequences = self.kv_sequences if by_key else self.q_sequences
-        tensors = [runs.counts, sequences, *packing.starts]
+        tensors = [runs.counts, sequences, *packing.starts, self.kv_lens]
         key = ("queue", self.block_size, by_key)
 
         def run() -> tuple[torch.Tensor, ...]:
-            return (queue_on_device(runs.counts, packing, self.block_size, by_key),)
+            lying = packing.with_keys(self.kv_lens)
+            return (queue_on_device(runs.counts, lying, self.block_size, by_key),)
 
         return self._tapes.run(key, (), run, tensors)[0]  # type: ignore[no-any-return]
 

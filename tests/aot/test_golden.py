@@ -9,12 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from golden_kernels import GOLDEN, HOPPER, HOPPER_BACKWARD, PLANS
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 from flashgen import plan
+from flashgen.launch import hopper_forward as launch_hopper
 
 COLUMNS = 100
 
@@ -44,6 +46,14 @@ def test_forward(name, kernel_file):
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_forward(name, kernel_file):
     assert GOLDEN[name].hopper()[0].text == kernel_file
+
+
+def test_hopper_forward_of_pages(kernel_file):
+    golden = GOLDEN["lengths_and_offsets"]
+    variant = replace(golden.variant(), keys="paged")
+    text = launch_hopper.generate(golden.spec(), variant)[0].text
+    assert max(map(len, text.splitlines())) <= 100
+    assert text == kernel_file
 
 
 @pytest.mark.parametrize("name", HOPPER_BACKWARD)

@@ -59,13 +59,21 @@ def test_forward(page_size: int, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "rows"), [((128, 128), 128), pytest.param((64, 64), 192, marks=pytest.mark.slow)]
+    ("dims", "rows", "page_size"),
+    [
+        ((128, 128), 128, 0),
+        pytest.param((64, 64), 192, 0, marks=pytest.mark.slow),
+        pytest.param((128, 128), 128, 16, marks=pytest.mark.slow),
+        pytest.param((64, 64), 192, 64, marks=pytest.mark.slow),
+        pytest.param((128, 128), 128, 128, marks=pytest.mark.slow),
+    ],
 )
-def test_hopper_forward(dims: tuple[int, int], rows: int) -> None:
-    spec, variant = made_of("packed")
+def test_hopper_forward(dims: tuple[int, int], rows: int, page_size: int) -> None:
+    """Packed queries; keys too (0), or pages of several sizes."""
+    spec, variant = made_of("paged" if page_size else "packed")
     variant = replace(variant, head_dim=dims[0], v_head_dim=dims[1])
     shape = launch_hopper.shape_for(*dims, block_m=rows)
-    found = aot.compile_hopper_forward(spec, variant=variant, shape=shape)
+    found = aot.compile_hopper_forward(spec, variant=variant, shape=shape, page_size=page_size)
     print(found)
     assert found.warnings == ()
     assert found.spills_in_loops() == 0

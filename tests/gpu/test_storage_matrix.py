@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sm_90
 import storage_matrix
 import torch
 from storage_matrix import (
@@ -30,12 +31,22 @@ CUDA = Way("portable", "cuda", torch.bfloat16, out=1.6e-2, lse=2e-5)
 # whatever the queries, which then is one kernel.
 QUICK = replace(CUDA, heads=(32, 1), tile=(32, 32))
 MLA = fg.MLA(rank=128, rope=64)
+# Tiles that calls make for themselves, and what can be asked of Hopper's kernels by name.
+HOPPER = replace(CUDA, backend="hopper")
+ON_HOPPER = ("pages of 16", "pages of 64", "pages of 256")
 
 
 # 37 and 6 have no common divisor, so each storage gets its share of the masks.
 @each(PAIRS[::37])
 def test_some_masks_of_positions(case: Any, storage: str) -> None:
     storage_matrix.check(case, storage, QUICK)
+
+
+@pytest.mark.slow
+@sm_90.only
+@each([pair for pair in PAIRS if pair[1] in ON_HOPPER][::4])
+def test_masks_of_positions_on_hopper(case: Any, storage: str) -> None:
+    storage_matrix.check(case, storage, HOPPER)
 
 
 # The storages of a mask share kernels that plan.

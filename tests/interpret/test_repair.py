@@ -160,10 +160,16 @@ def test_marked_rows_alone_are_computed(monkeypatch: pytest.MonkeyPatch, rows: i
     assert kept.float().mean() > 0.1
 
 
-def test_packed_rows_that_are_marked_alone_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("paged", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_packed_rows_that_are_marked_alone_are_computed(
+    monkeypatch: pytest.MonkeyPatch, paged: bool
+) -> None:
     """By blocks of 64; and rows behind the last sequence get what a query without keys has."""
     sequences = Sequences.random([100, 0, 70, 260], [100, 30, 130, 260], 2, 1, dtype=torch.float16)
     (q, k, v), places = sequences.packed()
+    if paged:
+        (k, v), pages = sequences.paged(16)
+        places = {"cu_seqlens_q": places["cu_seqlens_q"], **pages}
     q = torch.cat([q, q[:5]])
     attend = fg.Attention(mask=masks.causal)
     right, exact = attend(q, k, v, **places, backend="cpu", return_lse=True)

@@ -1,0 +1,533 @@
+# flashgen 0.1.0
+# spec causal
+#   mask    kv_idx <= q_idx
+# tile rule
+#   may attend   ~(max[q](q_idx) < min[kv](kv_idx))
+#   must attend  max[kv](kv_idx) <= min[q](q_idx)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashgen import hopper
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+FLOAT = gl.constexpr(gl.float32)
+
+
+@gluon.jit
+def share_of(number, whole, splits):
+    """A row block by its number in the queue, and which share of its tiles; -1: all of them."""
+    more = number - whole
+    item = gl.where(more < 0, number, whole + more // splits)
+    return item, gl.where(more < 0, -1, more % splits)
+
+
+@gluon.jit
+def overlap(first, last, before, tiles):
+    """Of tiles that stand behind `before` others: how many a share skips, and how many it has."""
+    skipped = gl.minimum(gl.maximum(first - before, 0), tiles)
+    count = gl.minimum(gl.maximum(last - before, 0), tiles) - skipped
+    return gl.where(count > 0, skipped, 0), count
+
+
+@gluon.jit
+def seek(runs, tiles):
+    """The run that holds the tile behind so many, and how many of those it holds itself."""
+    size = gl.load(runs + 1) - gl.load(runs)
+    while tiles >= gl.maximum(size, 1):
+        tiles -= size
+        runs += 2
+        size = gl.load(runs + 1) - gl.load(runs)
+    return runs, tiles
+
+
+@gluon.jit
+def place(item, items, q_len, heads, group, last_heads, BLOCK_M: gl.constexpr):
+    """A row block, its batch element and its head.
+
+    Heads that share keys work on the same rows side by side, so that keys are read from memory
+    once; the last rows first, as under causal masks they are the longest. The last heads go side by
+    side, so that what is left at the end are short row blocks."""
+    blocks = gl.cdiv(q_len, BLOCK_M)
+    first_head = item // (group * blocks) * group
+    last_head = items // blocks - last_heads
+    side = gl.where(first_head < last_head, group, last_heads)
+    first_head = gl.minimum(first_head, last_head)
+    rank = item - first_head * blocks
+    head = first_head + rank % side
+    return blocks - 1 - rank // side, head // heads, head % heads
+
+
+@gluon.jit
+def look_up(
+    table, first_key, past, num_pages, lanes, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr
+):
+    """The pages of a tile's keys, one a thread.
+
+    Positions from `past` on are looked up in no table. An entry that is no page reads another page:
+    never memory that isn't the cache's."""
+    key = first_key + lanes * PAGE_SIZE
+    inside = (key < past) & (lanes * PAGE_SIZE < BLOCK_N)
+    pages = gl.load(table + key // PAGE_SIZE, mask=inside, other=0)
+    return gl.minimum(gl.maximum(pages, 0), num_pages - 1)
+
+
+@gluon.jit
+def load_pages(
+    desc, tiles, pages, lanes, slot, first_key, h_kv, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    ready, pred, BLOCK_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):
+    """Copy a tile page by page. What lies beyond the length is page 0's, and masked."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
+    for part in range(hopper.zero_again(), BLOCK_N // ROWS):
+        page = gl.max(gl.where(lanes == part, pages, 0), 0)
+        for piece in gl.static_range(COLUMNS // WIDTH):
+            own = (slot * (COLUMNS // WIDTH) + piece) * (BLOCK_N // ROWS) + part
+            place = [page, h_kv, first_key % PAGE_SIZE, FIRST + piece * WIDTH]
+            hopper.load_tile(desc, place, ready, tiles.index(own), pred=pred)
+
+
+@gluon.jit
+def produce(
+    q0_desc, k0_desc, v0_desc, next_item_ptr, items, whole, splits, last_heads, counts,
+    masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width, full_width, heads,
+    group, q_len, kv_lens_ptr, page_table_ptr, page_table_stride, num_pages, q0_tiles, k0_pages,
+    v0_pages, places, notes, q_ready, q_free, ready, free,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """One warp copies: queries, then the keys of a tile with the values of the one before."""
+    turn = 0
+    round = 0
+    last_key = 0
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    last_pages = lanes
+    last_h_kv = 0
+    number = gl.program_id(0)
+    while number < whole + (items - whole) * splits:
+        next_number = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
+        item, share = share_of(number, whole, splits)
+        block, b, h = place(item, items, q_len, heads, group, last_heads, BLOCK_M)
+        h_kv = h // group
+        kv_len = gl.load(kv_lens_ptr + b)
+        schedule_row = b * schedule_stride_b + h * schedule_stride_h + block
+        table = page_table_ptr + b * page_table_stride
+        masked_row = masked_runs + schedule_row * (2 * masked_width)
+        full_row = full_runs + schedule_row * (2 * full_width)
+        masked_tiles = gl.load(counts + 3 * schedule_row)
+        full_tiles = gl.load(counts + 3 * schedule_row + 1)
+        ragged_tiles = gl.load(counts + 3 * schedule_row + 2)
+        masked_skipped = 0
+        full_skipped = 0
+        if share >= 0:
+            tiles = ragged_tiles + masked_tiles + full_tiles
+            first = tiles * share // splits
+            last = tiles * (share + 1) // splits
+            full_skipped, full_tiles = overlap(first, last, ragged_tiles + masked_tiles, full_tiles)
+            masked_skipped, masked_tiles = overlap(first, last, ragged_tiles, masked_tiles)
+            _, ragged_tiles = overlap(first, last, 0, ragged_tiles)
+            masked_row, masked_skipped = seek(masked_row, masked_skipped)
+            full_row, full_skipped = seek(full_row, full_skipped)
+        masked_tile = gl.load(masked_row) + masked_skipped
+        masked_end = gl.load(masked_row + 1)
+        full_tile = gl.load(full_row) + full_skipped
+        full_end = gl.load(full_row + 1)
+        masked_next = gl.load(masked_row + 2)
+        masked_next_end = gl.load(masked_row + 3)
+        full_next = gl.load(full_row + 2)
+        full_next_end = gl.load(full_row + 3)
+        ragged_tile = kv_len // BLOCK_N
+        # Without a tile: one behind the last key, all masked, as there is always a first one.
+        if masked_tiles + full_tiles + ragged_tiles == 0:
+            ragged_tiles = 1
+            ragged_tile = gl.cdiv(kv_len, BLOCK_N)
+
+        is_first = True
+        for part in range(3):
+            tiles = gl.where(part == 0, ragged_tiles, gl.where(part == 1, masked_tiles, full_tiles))
+            tile = gl.where(part == 0, ragged_tile, gl.where(part == 1, masked_tile, full_tile))
+            end = gl.where(part == 1, masked_end, full_end)
+            next_tile = gl.where(part == 1, masked_next, full_next)
+            next_end = gl.where(part == 1, masked_next_end, full_next_end)
+            runs = gl.where(part == 1, masked_row, full_row)
+            for _ in range(tiles):
+                first_key = tile * BLOCK_N
+                # On their way while there is no room for the keys yet.
+                pages = look_up(table, first_key, kv_len, num_pages, lanes, BLOCK_N, PAGE_SIZE)
+                slot = turn % STAGES
+                hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+                hopper.note(places.index(slot), tile)
+                hopper.mbarrier.expect(ready.index(slot), 256 * BLOCK_N, pred=turn == 0)
+                hopper.mbarrier.expect(
+                    ready.index(slot), 256 * BLOCK_N + 256 * BLOCK_N, pred=turn > 0
+                )
+                load_pages(
+                    k0_desc, k0_pages, pages, lanes, slot, first_key, h_kv, 0, 128,
+                    ready.index(slot), True, BLOCK_N, PAGE_SIZE,
+                )
+                load_pages(
+                    v0_desc, v0_pages, last_pages, lanes, slot, last_key, last_h_kv, 0, 128,
+                    ready.index(slot), turn > 0, BLOCK_N, PAGE_SIZE,
+                )
+                if is_first:
+                    for half in gl.static_range(2):
+                        own = round % BUFFERS * 2 + half
+                        hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
+                        hopper.note(notes.index(own * 8), ragged_tiles)
+                        hopper.note(notes.index(own * 8 + 1), masked_tiles)
+                        hopper.note(notes.index(own * 8 + 2), full_tiles)
+                        hopper.note(notes.index(own * 8 + 3), block)
+                        hopper.note(notes.index(own * 8 + 4), b)
+                        hopper.note(notes.index(own * 8 + 5), h)
+                        hopper.note(notes.index(own * 8 + 6), share)
+                        hopper.mbarrier.expect(q_ready.index(own), q0_desc.block_type.nbytes)
+                        hopper.load_tile(
+                            q0_desc, [b, h, block * BLOCK_M + half * 64, 0], q_ready.index(own),
+                            q0_tiles.index(own),
+                        )
+                is_first = False
+                last_key = first_key
+                last_pages = pages
+                last_h_kv = h_kv
+                turn += 1
+                tile += 1
+                is_last = tile == end
+                tile = gl.where(is_last, next_tile, tile)
+                end = gl.where(is_last, next_end, end)
+                runs += gl.where(is_last, 2, 0)
+                next_tile = gl.load(runs + 2)
+                next_end = gl.load(runs + 3)
+        round += 1
+        number = next_number
+
+    # The last values, and word that no row block follows. Whoever computes its scores nevertheless
+    # reads data of keys that there are.
+    slot = turn % STAGES
+    hopper.mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+    hopper.note(places.index(slot), 0)
+    hopper.mbarrier.expect(ready.index(slot), 256 * BLOCK_N)
+    load_pages(
+        v0_desc, v0_pages, last_pages, lanes, slot, last_key, last_h_kv, 0, 128, ready.index(slot),
+        True, BLOCK_N, PAGE_SIZE,
+    )
+    for half in gl.static_range(2):
+        own = round % BUFFERS * 2 + half
+        hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
+        hopper.note(notes.index(own * 8), 0)
+        hopper.note(notes.index(own * 8 + 1), 0)
+        hopper.note(notes.index(own * 8 + 2), 0)
+        hopper.note(notes.index(own * 8 + 3), -1)
+        hopper.note(notes.index(own * 8 + 4), 0)
+        hopper.note(notes.index(own * 8 + 5), 0)
+        hopper.note(notes.index(own * 8 + 6), -1)
+        hopper.mbarrier.arrive(q_ready.index(own), count=1)
+
+
+@gluon.jit
+def clear_rows(tile, first, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros in all rows of a tile in shared memory from `first` on."""
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // (COLUMNS // 8), COLUMNS // 8], [4, 1], [1, 0]
+    )
+    rows = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    for start in gl.static_range(0, ROWS, 16):
+        if first < start + 16:
+            part = tile.slice(start, 16, dim=0)
+            x = part.load(layout)
+            part.store(gl.where(start + rows < first, x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def finish(
+    HALF: gl.constexpr, ROW: gl.constexpr, DTYPE: gl.constexpr,
+    block, b, h, share, m, l, acc0,
+    out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
+    BLOCK_M: gl.constexpr,
+):
+    """Outputs and LSE of 64 rows."""
+    row = block * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
+    at = (b * heads + h).to(gl.int64) * q_len + row
+    # A row without keys: l is 0, the output 0 and the LSE -inf.
+    divisor = gl.where(l == 0.0, 1.0, l)
+    lse = m + gl.log2(divisor)
+    acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+    # 0 x inf and 0 x NaN are NaN.
+    zero = gl.zeros([64], FLOAT, ROW)
+    zero += gl.convert_layout(gl.sum(acc0 * 0.0, 1), ROW)
+    gl.store(spoilt_ptr + at, 1, mask=(row < q_len) & (zero != 0.0))
+    if share < 0:
+        gl.store(lse_ptr + at, lse * LN2, mask=row < q_len)
+        hopper.store_rows(out_ptr, acc0, at, row < q_len, DTYPE, 0, 128)
+    else:
+        part = (at - shared_row) * splits + share
+        gl.store(lses_ptr + part, lse, mask=row < q_len)
+        hopper.store_part(parts_ptr, acc0, part, row < q_len, 0, 128)
+
+
+@gluon.jit
+def consume(
+    HALF: gl.constexpr,
+    out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
+    kv_lens_ptr, q_offset_ptr, q_offset_stride, scale_log2, q0_tiles, k0_tiles, v0_tiles, places,
+    notes, q_ready, q_free, ready, free,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
+):
+    """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
+    SCORES: gl.constexpr = hopper.accumulator(BLOCK_N)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    DTYPE: gl.constexpr = q0_desc.dtype
+    columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
+    m = gl.full([64], float("-inf"), FLOAT, ROW)
+    l = gl.zeros([64], FLOAT, ROW)
+    p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
+    acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+    turn = 0
+    round = 0
+    last_block = -1
+    last_b = 0
+    last_share = -1
+    last_h = 0
+    goes_on = True
+    while goes_on:
+        own = round % BUFFERS * 2 + HALF
+        hopper.mbarrier.wait(q_ready.index(own), round // BUFFERS & 1)
+        ragged_tiles = hopper.read(notes.index(own * 8))
+        masked_tiles = hopper.read(notes.index(own * 8 + 1))
+        full_tiles = hopper.read(notes.index(own * 8 + 2))
+        block = hopper.read(notes.index(own * 8 + 3))
+        b = hopper.read(notes.index(own * 8 + 4))
+        h = hopper.read(notes.index(own * 8 + 5))
+        share = hopper.read(notes.index(own * 8 + 6))
+        goes_on = block >= 0
+        q0 = q0_tiles.index(own).reshape([64, 128]).load(hopper.operand(BLOCK_N))
+        slot = turn % STAGES
+        hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+        s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+        keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+        s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+        values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+        acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+        kv_len = gl.load(kv_lens_ptr + b)
+        q_offset = gl.load(q_offset_ptr + b * q_offset_stride).to(gl.int32)
+        row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
+        q_idx = row[:, None] + q_offset
+        first_key = hopper.read(places.index(slot)) * BLOCK_N
+        s = hopper.warpgroup_mma_wait(1, deps=(s,))
+        acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
+        hopper.mbarrier.arrive(free.index(slot), count=1)
+        # They are in registers once scores came of them, and not before: loads that were issued may
+        # still read what TMA would write.
+        hopper.mbarrier.arrive(q_free.index(own), count=1)
+        if last_block >= 0:
+            finish(
+                HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, m, l, acc0,
+                out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
+                BLOCK_M,
+            )
+
+        # The first tile, whichever kind it is, is masked; a ragged one is the first.
+        first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
+        first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
+        m = gl.full([64], float("-inf"), FLOAT, ROW)
+        l = gl.zeros([64], FLOAT, ROW)
+        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+        kv_idx = hopper.place_keys(first_key, columns)
+        keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
+        s = gl.where(keep, s, float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        p = gl.exp2(s * scale_log2 - m_safe[:, None])
+        alpha = gl.exp2(m - m_safe)
+        l = l * alpha + gl.sum(p, 1)
+        m = m_new
+        p = hopper.pack(p, DTYPE)
+        turn += 1
+        if ragged_tiles > 0:
+            # Values beyond this sequence's length are anything; all warpgroups write the same
+            # zeros.
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            clear_rows(
+                v0_tiles.index(slot).reshape([BLOCK_N, 128]), kv_len - first_key, BLOCK_N, 128
+            )
+            hopper.fence_async_shared()
+            hopper.barrier()
+
+        # Tiles that the mask cuts.
+        for _ in range(first_masked, masked_tiles):
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+            keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+            s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+            values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            first_key = hopper.read(places.index(slot)) * BLOCK_N
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            kv_idx = hopper.place_keys(first_key, columns)
+            keep = kv_idx <= q_idx
+            s = gl.where(keep, s, float("-inf"))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            p = hopper.pack(p, DTYPE)
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            turn += 1
+
+        # Tiles whose every pair attends.
+        for _ in range(first_full, full_tiles):
+            slot = turn % STAGES
+            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
+            keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
+            s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
+            values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
+            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_safe = m_new
+            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            alpha = gl.exp2(m - m_safe)
+            l = l * alpha + gl.sum(p, 1)
+            m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            p = hopper.pack(p, DTYPE)
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            turn += 1
+
+        last_block = block
+        last_b = b
+        last_h = h
+        last_share = share
+        round += 1
+
+
+# Values never specialise: new lengths, strides, scalars and data run the same binary.
+@gluon.jit(
+    do_not_specialize=[
+        "items", "whole", "splits", "shared_row", "last_heads", "schedule_stride_b",
+        "schedule_stride_h", "masked_width", "full_width", "heads", "group", "q_len",
+        "q_offset_stride", "page_table_stride", "num_pages", "scale_log2"
+    ],
+    do_not_specialize_on_alignment=["kv_lens_ptr", "q_offset_ptr", "page_table_ptr"],
+)
+def attention_forward(
+    out_ptr,
+    lse_ptr,
+    spoilt_ptr,
+    q0_desc,
+    k0_desc,
+    v0_desc,
+    next_item_ptr,
+    items: gl.int32,
+    whole: gl.int32,
+    splits: gl.int32,
+    shared_row: gl.int64,
+    parts_ptr,
+    lses_ptr,
+    last_heads: gl.int32,
+    counts,
+    masked_runs,
+    full_runs,
+    schedule_stride_b: gl.int64,
+    schedule_stride_h: gl.int64,
+    masked_width: gl.int32,
+    full_width: gl.int32,
+    heads: gl.int32,
+    group: gl.int32,
+    q_len: gl.int32,
+    kv_lens_ptr,
+    q_offset_ptr,
+    q_offset_stride: gl.int32,
+    page_table_ptr,
+    page_table_stride: gl.int64,
+    num_pages: gl.int32,
+    scale_log2: gl.float32,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    q0_tiles = gl.allocate_shared_memory(
+        q0_desc.dtype, [2 * BUFFERS, 1, 1, 64, 128], q0_desc.layout
+    )
+    k0_tiles = gl.allocate_shared_memory(
+        q0_desc.dtype, [STAGES, 1, 1, BLOCK_N, 128], k0_desc.layout
+    )
+    v0_tiles = gl.allocate_shared_memory(
+        q0_desc.dtype, [STAGES, 1, 1, BLOCK_N, 128], v0_desc.layout
+    )
+    # The same memory as it is copied to: [rows, 128 bytes] of a part at a time.
+    k0_rows: gl.constexpr = k0_desc.block_type.shape[2]
+    k0_width: gl.constexpr = k0_desc.block_type.shape[3]
+    k0_pages = k0_tiles._reinterpret(
+        q0_desc.dtype,
+        [STAGES * BLOCK_N * 128 // (k0_rows * k0_width), 1, 1, k0_rows, k0_width],
+        k0_desc.layout,
+    )
+    v0_rows: gl.constexpr = v0_desc.block_type.shape[2]
+    v0_width: gl.constexpr = v0_desc.block_type.shape[3]
+    v0_pages = v0_tiles._reinterpret(
+        q0_desc.dtype,
+        [STAGES * BLOCK_N * 128 // (v0_rows * v0_width), 1, 1, v0_rows, v0_width],
+        v0_desc.layout,
+    )
+    # Where a turn's keys are; of 64 rows of queries: how many tiles of each kind they look at, and
+    # which row block they are, of which batch element and head, -1 if none follows; and so on.
+    places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    notes = gl.allocate_shared_memory(
+        gl.int32, [2 * BUFFERS * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    q_ready = gl.allocate_shared_memory(
+        gl.int64, [2 * BUFFERS, 1], hopper.mbarrier.MBarrierLayout()
+    )
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * BUFFERS, 1], hopper.mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for own in gl.static_range(2 * BUFFERS):
+        hopper.mbarrier.init(q_ready.index(own), count=1)
+        hopper.mbarrier.init(q_free.index(own), count=1)
+    for slot in gl.static_range(STAGES):
+        hopper.mbarrier.init(ready.index(slot), count=1)
+        hopper.mbarrier.init(free.index(slot), count=2)
+
+    gl.warp_specialize(
+        [
+            (consume, (
+                0,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
+                heads, q_len, kv_lens_ptr, q_offset_ptr, q_offset_stride, scale_log2, q0_tiles,
+                k0_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS,
+            )),
+            (consume, (
+                1,
+                out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr,
+                heads, q_len, kv_lens_ptr, q_offset_ptr, q_offset_stride, scale_log2, q0_tiles,
+                k0_tiles, v0_tiles, places, notes, q_ready, q_free, ready, free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS,
+            )),
+            (produce, (
+                q0_desc, k0_desc, v0_desc, next_item_ptr, items, whole, splits, last_heads, counts,
+                masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width,
+                full_width, heads, group, q_len, kv_lens_ptr, page_table_ptr, page_table_stride,
+                num_pages, q0_tiles, k0_pages, v0_pages, places, notes, q_ready, q_free, ready,
+                free,
+                BLOCK_M, BLOCK_N, STAGES, BUFFERS, PAGE_SIZE,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER],
+    )
