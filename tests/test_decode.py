@@ -125,6 +125,7 @@ def test_a_multiprocessor_has_one_large_block_where_it_has_room():
     assert choose_blocks(**usual, page_size=256) == blocks()
     eight_warps = Tiling(16, 128, 8, 3)
     assert choose_blocks(**usual, page_size=16).tiling == eight_warps
+    assert choose_blocks(**usual, page_size=64) == Blocks(Tiling(16, 64, 4, 5), 16, 1)
     assert choose_blocks(**usual, plain=False).tiling == eight_warps
     others = {
         "dtype": FP32,

@@ -67,6 +67,7 @@ def choose_blocks(
     largest = tile[1] & -tile[1]
     block_n = min(_keys(target, dtype, dims, latent), largest)
     warps = 8 if latent and block_m > 32 else 4
+    deepest = 4
     # Threads have up to 255 registers, so this is also how many programs have room.
     most = 8 // warps
     if not latent and block_m == 16 and largest >= 128 and _is_roomy(target, dtype, dims):
@@ -74,11 +75,14 @@ def choose_blocks(
         # have no registers for a page of each key, nor for much else.
         is_lean = plain and (page_size or 128) % 128 == 0
         block_n, warps, most = 128, 4 if is_lean else 8, 1
+        if page_size and page_size % 128 == 64:
+            # A tile has one page. With a sixth stage too little is left of the L1.
+            block_n, warps, deepest = 64, 4, 5
     keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
     fixed = block_m * keys * dtype.itemsize
     stage = block_n * (keys if latent else keys + values) * dtype.itemsize
     stage += block_m * block_n * pair_bytes
-    stages = _stages(target, dtype, stage, fixed, most)
+    stages = _stages(target, dtype, stage, fixed, most, deepest)
     used = fixed + stage * max(1, stages)
     return Blocks(
         Tiling(block_m, block_n, warps, stages), packed, max(1, min(most, target.shared // used))
@@ -123,7 +127,9 @@ def _keys(target: Target, dtype: torch.dtype, dims: tuple[int, int], latent: boo
     return 32 if max(dims) > 128 else 64
 
 
-def _stages(target: Target, dtype: torch.dtype, stage: int, fixed: int, programs: int) -> int:
+def _stages(
+    target: Target, dtype: torch.dtype, stage: int, fixed: int, programs: int, deepest: int
+) -> int:
     """As deep a pipeline as there is room for. AMD's kernels, and fp32's, have none."""
     if target.backend != "cuda" or dtype.itemsize > 2:
         return 1
@@ -131,7 +137,7 @@ def _stages(target: Target, dtype: torch.dtype, stage: int, fixed: int, programs
     for count in range(programs, 0, -1):
         stages = (room // count - fixed) // stage
         if stages >= 2:
-            return min(4, stages)
+            return min(deepest, stages)
     return 1
 
 

@@ -35,7 +35,7 @@ def close(results: Any, right: Any) -> None:
         assert (out.cpu()[exact_lse == -torch.inf] == 0).all()
 
 
-@pytest.mark.parametrize("size", [None, 1, 16, 128])
+@pytest.mark.parametrize("size", [None, 1, 16, 64, 128])
 @pytest.mark.parametrize("name", SEEN)
 def test_lengths_of_each_sequence(name: str, size: int | None) -> None:
     sequences = Sequences.random([1] * len(LENS), LENS, 8, 2, 128, 128, BF16, "cuda")
