@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +29,10 @@ _MOST_THREADS = 12
 
 # The device for which launches are gathered.
 _gathering: ContextVar[torch.device | None] = ContextVar("flashgen_gathering", default=None)
+# What keeps what the launch's kernel is compiled to.
+_keep: ContextVar[Callable[[Any], bool] | None] = ContextVar("flashgen_keep", default=None)
+# Kernels that are to be compiled once Triton knows what it is.
+_waiting: ContextVar[list[Callable[[], None]]] = ContextVar("flashgen_waiting")
 _lock = threading.Lock()
 _seen: set[Any] = set()
 # What Triton promised of each kernel, by its id: modules keep kernels for good.
@@ -50,18 +56,19 @@ def once(key: Any, device: torch.device, work: Callable[[], Any]) -> None:
         if key in _seen:
             return
         _seen.add(key)
-    identify().result()
     made, active = modes
-    mode = active.set(made(_pool()))
-    gathering = _gathering.set(device)
+    mode, gathering = active.set(made(_pool())), _gathering.set(device)
+    waiting = _waiting.set([])
     try:
         work()
+        _begin_all(_waiting.get())
     except torch.OutOfMemoryError:
         # Gone through ahead, a backward holds its buffers when less may be free than later.
         log("launch").info(
             "no memory to compile side by side; kernels compile as they are launched"
         )
     finally:
+        _waiting.reset(waiting)
         _gathering.reset(gathering)
         active.reset(mode)
 
@@ -75,9 +82,40 @@ def _is_watched(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def begin(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Compile a kernel as a launch with these arguments would, in a thread."""
-    promised = kernel.warmup(*arguments, grid=(1,), **options)
+def begin(
+    kernel: Any,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    keep: Callable[[Any], bool],
+) -> None:
+    """Compile a kernel as a launch with these arguments would, in a thread.
+
+    There, `keep(compiled)` says whether that is all a launch needs."""
+    waiting = _waiting.get()
+    waiting.append(functools.partial(_begin, kernel, arguments, options, keep))
+    if _identify().done():
+        _begin_all(waiting)
+
+
+def _begin_all(waiting: list[Callable[[], None]]) -> None:
+    """Compile what waits for Triton to know itself."""
+    if waiting:
+        _identify().result()
+    while waiting:
+        waiting.pop(0)()
+
+
+def _begin(
+    kernel: Any,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    keep: Callable[[Any], bool],
+) -> None:
+    keeping = _keep.set(keep)
+    try:
+        promised = kernel.warmup(*arguments, grid=(1,), **options)
+    finally:
+        _keep.reset(keeping)
     # What is compiled already is no promise.
     if isinstance(getattr(promised, "future", None), Future):
         with _lock:
@@ -97,14 +135,19 @@ def wait(kernel: Any) -> None:
 
 
 @functools.cache
-def identify() -> Future[Any]:
+def _identify() -> Future[Any]:
     """Read, in a thread, what Triton is: its cache asks for a hash of the whole library, which
-    takes as long as loading many kernels."""
+    takes as long as all texts of a call."""
 
     def read() -> None:
-        with contextlib.suppress(ImportError, AttributeError):
+        # Whatever is wrong here, compiling says so.
+        with contextlib.suppress(Exception):
+            from triton.compiler.compiler import make_backend
+            from triton.runtime import driver
             from triton.runtime.cache import triton_key
 
+            # The driver is compiled, where the cache is empty; the backend asks for ptxas' version.
+            make_backend(driver.active.get_current_target()).hash()
             triton_key()
 
     return _pool().submit(read)
@@ -130,13 +173,62 @@ class _Pool(ThreadPoolExecutor):
     """Threads that compile; Triton hands over what does it."""
 
     def submit(self, function: Any, /, *args: Any, **keywords: Any) -> Future[Any]:
-        return super().submit(_loaded, function, _gathering.get())
+        _take_turns(function)
+        return super().submit(_loaded, function, _gathering.get(), _keep.get())
 
 
-def _loaded(compile_it: Callable[[], Any], device: torch.device | None) -> Any:
+class _Turns:
+    """A lock that goes to the largest of those who wait for it."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._waiting: list[int] = []
+        self._is_held = False
+
+    @contextlib.contextmanager
+    def turn(self, size: int) -> Iterator[None]:
+        with self._free:
+            self._waiting.append(size)
+            self._free.wait_for(lambda: not self._is_held and size == max(self._waiting))
+            self._waiting.remove(size)
+            self._is_held = True
+        try:
+            yield
+        finally:
+            with self._free:
+                self._is_held = False
+                self._free.notify_all()
+
+
+_turns = _Turns()
+
+
+def _take_turns(compile_it: Callable[[], Any]) -> None:
+    """Let kernels be parsed one after the other, the largest first: that is done in Python, whose
+    lock it takes, so that the longest compilation would begin last if all were parsed at once.
+
+    Where Triton's function is another one than is known here, all are."""
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+        source = inspect.getclosurevars(compile_it).nonlocals["src"]
+        loader: Any = sys.modules[source.fn.__module__].__loader__
+        parse, size = source.make_ir, len(loader.text)
+
+        def parse_in_turn(*given: Any, **more: Any) -> Any:
+            with _turns.turn(size):
+                return parse(*given, **more)
+
+        source.make_ir = parse_in_turn
+
+
+def _loaded(
+    compile_it: Callable[[], Any],
+    device: torch.device | None,
+    keep: Callable[[Any], bool] | None,
+) -> Any:
     compiled = compile_it()
-    if device is not None and device.type == "cuda":
+    if device is not None and keep is not None and device.type == "cuda":
         # What doesn't fit on the GPU is said by the launch, again.
         with torch.cuda.device(device), contextlib.suppress(Exception):
-            compiled.run  # noqa: B018  (builds what launches it, and loads it)
+            if not keep(compiled):
+                compiled.run  # noqa: B018  (builds what launches it, and loads it)
     return compiled

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import cache, emit, launch, plan
+from . import binaries, cache, emit, launch, plan
 from .emit import hopper_forward as emit_hopper
 from .emit.plan import PlanModule
 from .errors import FlashgenError
@@ -289,6 +289,7 @@ def compile_kernel(
     from triton import knobs
 
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    kernel = kernel.jit if isinstance(kernel, binaries.Kernel) else kernel
     # The binaries here are of no use to a GPU of this process.
     known, kernel.device_caches = kernel.device_caches, defaultdict(kernel.create_binder)
     log = io.StringIO()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import ahead, backends, ops
+from . import backends, ops
 from .call import Call, CallText, autocast, check
 from .calls import ready
 from .calls.first import compile_ahead
@@ -82,8 +82,6 @@ class Attention:
         # Where functions found what they captured, and what was there.
         self._sources: tuple[Source, ...] = ()
         self._captured: list[Any] = []
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            ahead.identify()
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]

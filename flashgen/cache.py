@@ -32,6 +32,8 @@ from .errors import FlashgenError
 from .private import make_private
 
 PACKAGE = "flashgen_generated"
+# The folder, beside them, of what generated files were compiled to.
+BINARIES = "binaries"
 
 _HEADER = re.compile(r"\A(?:#[^\r\n]*\n)*")
 _FILE_NAME = re.compile(r"(?P<name>\w+)_(?P<short>[0-9a-f]{8})\.py")
@@ -120,12 +122,13 @@ def entries() -> list[Entry]:
 
 
 def clear() -> int:
-    """Delete the generated files (and nothing else) from the cache folder; how many there were.
+    """Delete the generated files, and what they were compiled to, from the cache folder (and
+    nothing else); how many files were generated.
 
     Modules that a process has imported stay usable."""
     found = entries()
-    for entry in found:
-        entry.path.unlink(missing_ok=True)
+    for path in (*(entry.path for entry in found), *config.cache_dir.glob(f"*/{BINARIES}/*.bin")):
+        path.unlink(missing_ok=True)
     return len(found)
 
 

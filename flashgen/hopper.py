@@ -163,7 +163,8 @@ def _pattern(
     nowhere = torch.empty(0, dtype=dtype)
     known = _strides(shape, strides, dtype.itemsize)
     made: dict[str, Any] = vars(TensorDescriptor(nowhere, list(shape), [*known, 1], block, layout))
-    return made
+    # All of it that a kernel's code depends on, but the tensor's dtype.
+    return made | {"kind": f"{block} {layout} {made['padding']}"}
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import cache, emit
+from . import binaries, emit
 from .emit.decode import visiting
 from .emit.plan import PlanModule, plan_module
 from .geometry import Geometry
@@ -38,7 +38,7 @@ def generate(spec: Spec, variant: emit.Variant) -> PlanModule:
 @functools.lru_cache(maxsize=1024)
 def _module(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, PlanModule]:
     made = generate(spec, variant)
-    return cache.module(made.generated.name, made.generated.text, parts), made
+    return binaries.Kernels(made.generated.name, made.generated.text, parts), made
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def compaction(packed: bool = False) -> emit.Generated:
 @functools.lru_cache(maxsize=8)
 def _compaction(packed: bool, parts: tuple[str, ...]) -> Any:
     generated = compaction(packed)
-    return cache.module(generated.name, generated.text, parts).compact
+    return binaries.Kernels(generated.name, generated.text, parts).compact
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def ranging() -> emit.Generated:
 @functools.lru_cache(maxsize=8)
 def _ranging(parts: tuple[str, ...]) -> Any:
     generated = ranging()
-    return cache.module(generated.name, generated.text, parts).find_ranges
+    return binaries.Kernels(generated.name, generated.text, parts).find_ranges
 
 
 def find_ranges(tensor: torch.Tensor, dim: int) -> Ranges:
@@ -252,7 +252,7 @@ def queueing() -> emit.Generated:
 @functools.lru_cache(maxsize=8)
 def _queueing(parts: tuple[str, ...]) -> Any:
     generated = queueing()
-    return cache.module(generated.name, generated.text, parts).queue
+    return binaries.Kernels(generated.name, generated.text, parts).queue
 
 
 def queue(
@@ -275,7 +275,7 @@ def queue(
 @functools.lru_cache(maxsize=8)
 def _visiting(parts: tuple[str, ...]) -> Any:
     generated = visiting()
-    return cache.module(generated.name, generated.text, parts).visit
+    return binaries.Kernels(generated.name, generated.text, parts).visit
 
 
 def visits(states: torch.Tensor, group: int) -> Visits:

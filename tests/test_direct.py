@@ -105,6 +105,24 @@ def test_scalars_stand_and_addresses_are_read_from_a_table(driver: Driver) -> No
     del noise
 
 
+def test_a_frame_takes_other_numbers_and_tensors(driver: Driver) -> None:
+    first = arguments()
+    frame = direct.DirectLaunch(compiled(KINDS), 9, first).frame()
+    gc.collect()
+    frame.launch(9, first, 5)
+    other = [torch.ones(3), 7, -(2**50), 0.5, None, torch.ones(3)]
+    frame.launch(4, other, 6)
+    places = [[x.data_ptr() for x in (given[0], given[5])] for given in (first, other)]
+    assert [how[0] for how, *_ in driver.launched] == [9, 4]
+    assert [(stream, values) for _, stream, values in driver.launched] == [
+        (5, [places[0][0], -5, 2**40, 0.25, places[0][1], 0, 0]),
+        (6, [places[1][0], 7, -(2**50), 0.5, places[1][1], 0, 0]),
+    ]
+    driver.codes = [700]
+    with pytest.raises(RuntimeError, match="attend can't be launched: no such thing"):
+        frame.launch(4, other, 6)
+
+
 class Describing(Driver):
     """A driver that makes descriptors: an address, and what else there is, `rest(address)`."""
 
@@ -153,6 +171,21 @@ def test_descriptors_are_moved_by_their_first_word(monkeypatch: pytest.MonkeyPat
     launches[0](0)
     rest = b"rest".ljust(120, b"\1")
     assert driver.seen == [(1 << 40, rest), (1 << 41, rest), (1 << 42, rest)]
+
+
+def test_a_frame_describes_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again only where they lie otherwise."""
+    driver = Describing(lambda _: b"rest")
+    monkeypatch.setattr(direct, "_driver", lambda: driver)
+    bases = [torch.zeros(128, 96, dtype=torch.bfloat16) for _ in range(3)]
+    frame = described(bases[0]).frame()
+    count = len(driver.made)
+    for base, length in zip(bases, (128, 128, 64), strict=True):
+        shape = [length, 96]
+        value = SimpleNamespace(base=base, shape=shape, strides=[96, 1], padding="zero")
+        frame.launch(1, [value, 7], 0)
+    assert [place for place, _ in driver.seen] == [base.data_ptr() for base in bases]
+    assert [made[2] for made in driver.made[count:]] == [[96, 128], [96, 64]]
 
 
 def test_a_descriptor_with_more_of_its_address_is_left_to_triton(

@@ -5,25 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from .. import ahead, cache, emit, tune
+from .. import binaries, cache, emit, tune
 from ..bounds import side
-from ..config import config
 from ..dropout import Dropout
-from ..errors import FlashgenError
 from ..expr import leaves, walk
 from ..geometry import MAX_POSITION, Geometry
 from ..lower.widths import scalar_is_wide, size_name
 from ..order import tables_of
-from ..records import direct, tape
-from ..records.play import on_device
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import INTERPRETER, Target, Tiling, choose_for, target_of
+from .start import launch as launch
 
 LOG2E = 1.4426950408889634
 
@@ -37,6 +33,10 @@ def interpreting() -> bool:
 
 @functools.cache
 def _target_of_device(index: int) -> Target:
+    if torch.version.hip is None:
+        # Not from Triton, whose driver is compiled first where its cache is empty.
+        major, minor = torch.cuda.get_device_capability(index)
+        return target_of("cuda", 10 * major + minor)
     from triton.runtime import driver
 
     with torch.cuda.device(index):
@@ -117,8 +117,8 @@ def key_parts() -> tuple[str, ...]:
 @functools.lru_cache(maxsize=1024)
 def _kernel(spec: Spec, variant: emit.Variant, parts: tuple[str, ...]) -> tuple[Any, Any]:
     generated = generate(spec, variant)
-    module = cache.module(generated.name, generated.text, parts)
-    return module.attention_forward, generated
+    made = binaries.Kernels(generated.name, generated.text, parts)
+    return made.attention_forward, generated
 
 
 def alignment(tensors: list[torch.Tensor]) -> int:
@@ -389,45 +389,3 @@ def constants_of(
         "FLOAT": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "PRECISION": precision_of(q.dtype),
     }
-
-
-def launch(
-    kernel: Any,
-    names: tuple[str, ...],
-    values: Mapping[str, Any],
-    constants: Mapping[str, Any],
-    tiling: Tiling,
-    programs: int,
-) -> None:
-    """Run a generated kernel on the device of its tensors."""
-    if programs >= 2**31:
-        raise FlashgenError(
-            f"{programs} programs are more than a grid holds (2^31 - 1)",
-            write="fewer queries, heads or batch elements in one call",
-        )
-    arguments = [values[name] for name in names]
-    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    if ahead.is_gathering():
-        with on_device(device):
-            ahead.begin(kernel, arguments, {**constants, **options})
-        return
-    ahead.wait(kernel)
-    again = functools.partial(kernel[(programs,)], **constants, **options)
-    recorder = tape.recorder()
-    with on_device(device), nullcontext() if recorder is None else recorder.launching():
-        compiled = again(*arguments)
-    if recorder is not None and hasattr(compiled, "packed_metadata"):
-        # What was compiled takes all arguments in order, and looks at none of them.
-        given = {**dict(zip(names, arguments, strict=True)), **constants}
-        ordered = [given[name] for name in kernel.arg_names]
-        try:
-            found = direct.DirectLaunch(compiled, programs, ordered)
-        except direct.Unknown:
-            found = None
-        run = compiled[(programs, 1, 1)]
-        recorder.launched(run, ordered, takes_stream=True, direct=found)
-    elif recorder is not None:
-        recorder.launched(again, arguments)
-    if config.debug and device.type == "cuda":
-        torch.cuda.synchronize(device)

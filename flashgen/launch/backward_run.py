@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import cache, emit, tune
+from .. import binaries, emit, tune
 from ..config import config
 from ..dropout import Dropout
 from ..emit.backward import Module
@@ -84,7 +84,7 @@ def _module(
     spec: Spec, variant: emit.Variant, wanted: Wanted, repairs: bool, parts: tuple[str, ...]
 ) -> tuple[Any, Module]:
     made = generate(spec, variant, wanted, repairs)
-    return cache.module(made.name, made.text, parts), made
+    return binaries.Kernels(made.name, made.text, parts), made
 
 
 class Run:

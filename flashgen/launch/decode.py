@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, emit
+from .. import binaries, emit
 from ..emit import decode as emit_decode
 from ..geometry import Geometry
 from ..schedule import Schedule
@@ -63,14 +63,14 @@ def kernel_of(
 ) -> tuple[Any, emit.Generated]:
     """The kernel, or the one that repairs, and its text."""
     generated = repairing(spec, variant) if repairs else generate(spec, variant, dealt=dealt)
-    module = cache.module(generated.name, generated.text, parts)
+    module = binaries.Kernels(generated.name, generated.text, parts)
     return module.repair_decoded if repairs else module.attention_decode, generated
 
 
 @functools.lru_cache(maxsize=8)
 def _merging(parts: tuple[str, ...], dealt: bool = False) -> Any:
     generated = emit_decode.merging(dealt)
-    return cache.module(generated.name, generated.text, parts).merge
+    return binaries.Kernels(generated.name, generated.text, parts).merge
 
 
 def processors(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, emit
+from .. import binaries, emit
 from ..emit.gradients import Wanted, ignores_score
 from ..emit.hopper_backward import Module, hopper_backward, keys_of, stages_of, sum_width, width_of
 from ..emit.sums import NO_DATA
@@ -88,7 +88,7 @@ def _module(
     spec: Spec, variant: emit.Variant, ordered: bool, wanted: Wanted, parts: tuple[str, ...]
 ) -> tuple[Any, Module]:
     made = generate(spec, variant, ordered, wanted)
-    return cache.module(made.name, made.text, parts), made
+    return binaries.Kernels(made.name, made.text, parts), made
 
 
 def can_describe(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, emit, launch
+from .. import binaries, emit, launch
 from ..emit import hopper_forward as emit_hopper
 from ..geometry import Geometry
 from ..schedule import Schedule
@@ -153,7 +153,8 @@ def generate(
 def _kernels(
     spec: Spec, variant: emit.Variant, groups: int, parts: tuple[str, ...]
 ) -> tuple[Any, Any]:
-    forward, repair = (cache.module(g.name, g.text, parts) for g in generate(spec, variant, groups))
+    made = (binaries.Kernels(g.name, g.text, parts) for g in generate(spec, variant, groups))
+    forward, repair = made
     return forward.attention_forward, repair.repair_rows
 
 

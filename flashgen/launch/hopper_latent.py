@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import cache, emit, launch
+from .. import binaries, emit, launch
 from ..emit import hopper_latent as emit_hopper_latent
 from ..geometry import Geometry
 from ..schedule import Schedule
@@ -67,7 +67,7 @@ def kernel_of(
 ) -> tuple[Any, emit.Generated]:
     """The kernel and its text."""
     generated = generate(spec, variant)
-    module = cache.module(generated.name, generated.text, parts)
+    module = binaries.Kernels(generated.name, generated.text, parts)
     return module.attention_latent, generated
 
 

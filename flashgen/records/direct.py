@@ -62,7 +62,8 @@ class DirectLaunch:
         self._how = (programs, 1, 1, 32 * meta.num_warps, 1, 1, meta.shared)
         # Places among the arguments, of what follows from an address.
         self._addresses: dict[int, int] = {}
-        self._maps: dict[int, tuple[int, bytes]] = {}
+        self._maps: dict[int, tuple[int, bytes, Mapping[str, Any]]] = {}
+        self._numbers: dict[int, int] = {}
         storages = self._lay_out(compiled, arguments)
         # Scratch memory that no kernel here has: global, and for profiles.
         storages += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
@@ -86,12 +87,14 @@ class DirectLaunch:
                 self._addresses[place] = len(storages)
                 storages.append(ctypes.c_uint64(0))
             elif kind.startswith("tensordesc"):
-                encoded = _encoded(self._driver, value, next(described, None))
-                self._maps[place] = len(storages), encoded
+                meta = next(described, None)
+                encoded = _encoded(self._driver, value, meta)
+                self._maps[place] = len(storages), encoded, meta or {}
                 storages.append((ctypes.c_char * _MAP_BYTES)())
                 storages += [ctypes.c_int32(n) for n in value.shape]
                 storages += [ctypes.c_int64(n) for n in value.strides]
             elif kind in _SCALARS:
+                self._numbers[place] = len(storages)
                 storages.append(_SCALARS[kind](value))
             else:
                 raise Unknown(kind)
@@ -106,17 +109,37 @@ class DirectLaunch:
             if place in self._addresses:
                 params[self._addresses[place]] = ctypes.addressof(addresses) + 8 * slot
             else:
-                number, encoded = self._maps[place]
+                number, encoded, _ = self._maps[place]
                 words = _words(encoded)
                 params[number] = ctypes.addressof(words)
                 maps.append((words, slot))
         return self._launcher(addresses, (ctypes.c_void_p * len(params))(*params), maps)
 
-    def _launcher(self, addresses: Any, params: Any, maps: Sequence[Any]) -> Launcher:
+    def frame(self) -> Frame:
+        """The same with arguments that are written anew for each launch. It takes the memory."""
+        storages = self._storages
+        params = [ctypes.addressof(storage) for storage in storages]
+        maps = []
+        for place, (number, encoded, meta) in self._maps.items():
+            words = _words(encoded)
+            params[number] = ctypes.addressof(words)
+            maps.append(_Map(self._driver, place, meta, words, storages[number + 1 :]))
+        config, run = self._runner((ctypes.c_void_p * len(params))(*params))
+        numbers, pointers = (
+            [(place, storages[number]) for place, number in places.items()]
+            for places in (self._numbers, self._addresses)
+        )
+        return Frame(str(self), config, run, numbers, pointers, maps)
+
+    def _runner(self, params: Any) -> tuple[Any, Callable[[], int]]:
+        """How it is launched, and what launches it with these parameters."""
         config = _Config(*self._how, None, None, 0)
         function = ctypes.c_void_p(self._compiled.function)
         given = (ctypes.byref(config), function, ctypes.byref(params), None)
-        run = functools.partial(self._driver.cuLaunchKernelEx, *given)
+        return config, functools.partial(self._driver.cuLaunchKernelEx, *given)
+
+    def _launcher(self, addresses: Any, params: Any, maps: Sequence[Any]) -> Launcher:
+        config, run = self._runner(params)
 
         def launch(stream: Any) -> None:
             for words, slot in maps:
@@ -127,6 +150,60 @@ class DirectLaunch:
                 _again(code, run, f"{self} can't be launched")
 
         return launch
+
+
+class _Map:
+    """A descriptor among the arguments; behind it are its shape and strides."""
+
+    def __init__(
+        self, driver: Any, place: int, meta: Mapping[str, Any], words: Any, behind: Sequence[Any]
+    ) -> None:
+        self._driver, self._meta, self._words, self._behind = driver, meta, words, behind
+        self.place = place
+        self._known: Any = None
+
+    def write(self, value: Any) -> None:
+        """Describe this tensor. Raises Unknown of one that can't be described."""
+        place, how = value.base.data_ptr(), (*value.shape, *value.strides)
+        if how != self._known:
+            encoded = _encode(self._driver, value, self._meta, place)
+            ctypes.memmove(self._words, encoded, _MAP_BYTES)
+            for storage, number in zip(self._behind, how, strict=False):
+                storage.value = number
+            self._known = how
+        self._words[0] = place
+
+
+# Places among the arguments, and where in memory they stand.
+_Places = Sequence[tuple[int, Any]]
+
+
+class Frame:
+    """A kernel's arguments in memory; for one launch at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        run: Callable[[], int],
+        numbers: _Places,
+        pointers: _Places,
+        maps: Sequence[_Map],
+    ) -> None:
+        self._name, self._config, self._run = name, config, run
+        self._numbers, self._pointers, self._maps = numbers, pointers, maps
+
+    def launch(self, programs: int, arguments: Sequence[Any], stream: Any) -> None:
+        """Run the kernel with other arguments of the same kinds."""
+        for place, storage in self._numbers:
+            storage.value = arguments[place]
+        for place, storage in self._pointers:
+            storage.value = arguments[place].data_ptr()
+        for one in self._maps:
+            one.write(arguments[one.place])
+        self._config.grid_x, self._config.stream = programs, stream
+        if code := self._run():
+            _again(code, self._run, f"{self._name} can't be launched")
 
 
 def _words(encoded: bytes) -> Any:
@@ -171,6 +248,14 @@ def _encode(driver: Any, value: Any, meta: Mapping[str, Any], address: int) -> b
     if code:
         raise Unknown(_text_of(driver, code))
     return bytes(words)
+
+
+def driver_version() -> int:
+    """CUDA's, as its driver says. Raises Unknown."""
+    version = ctypes.c_int()
+    if code := _driver().cuDriverGetVersion(ctypes.byref(version)):
+        raise Unknown(_text_of(_driver(), code))
+    return version.value
 
 
 def clear(address: int, count: int, stream: Any) -> None:

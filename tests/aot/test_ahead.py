@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
 from flashgen import ahead, cache, launch
 from flashgen.aot import compiling_for
@@ -49,6 +53,42 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         knobs.compilation, "listener", lambda *, src, **_: found.append(src.fn.__module__)
     )
     return found
+
+
+def test_the_largest_of_those_who_wait_is_next() -> None:
+    turns, taken = ahead._Turns(), []
+
+    def take(size: int) -> None:
+        with turns.turn(size):
+            taken.append(size)
+
+    threads = [threading.Thread(target=take, args=(size,)) for size in (5, 9, 7, 7)]
+    with turns.turn(1):
+        for thread in threads:
+            thread.start()
+        while len(turns._waiting) < len(threads):
+            time.sleep(0.001)
+        assert taken == []
+    for thread in threads:
+        thread.join()
+    assert taken == [9, 7, 7, 5]
+
+
+def test_kernels_are_parsed_in_turns(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Turns(ahead._Turns):
+        def turn(self, size: int) -> Any:
+            sizes.append(size)
+            return super().turn(size)
+
+    monkeypatch.setattr(ahead, "_turns", Turns())
+    made = kernel(11)
+    with compiling_for("sm_90"), knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        ahead.once("kind", torch.device("cpu"), lambda: launched(made))
+        ahead.wait(made)
+    assert sizes == [len(Path(made.fn.__code__.co_filename).read_text())]
 
 
 def test_what_work_would_launch_is_compiled(compiled: list[str]) -> None:

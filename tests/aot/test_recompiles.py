@@ -44,7 +44,8 @@ def launches(monkeypatch) -> list[Launch]:
 
     def record(kernel, names, values, constants, tiling, programs):
         assert programs > 0
-        found.append(Launch(kernel, [values[name] for name in names], dict(constants), tiling))
+        arguments = [values[name] for name in names]
+        found.append(Launch(kernel.jit, arguments, dict(constants), tiling))
 
     monkeypatch.setattr(launch, "launch", record)
     monkeypatch.setattr(plan, "launch", record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No binaries of another run, and nothing begun."""
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(ahead, "_seen", set())
     monkeypatch.setattr(ahead, "_promised", {})
 
