@@ -22,6 +22,7 @@ from .launch import hopper_forward as launch_hopper
 from .order import with_tables
 from .spec import Spec
 from .tiling import Tiling, choose, target_of
+from .tiling.hopper import Shape, shape_for
 
 _WARP = {"cuda": 32, "hip": 64}
 TARGETS: dict[str, tuple[str, int | str]] = {
@@ -177,13 +178,13 @@ def compile_hopper_forward(
     *,
     dtype: torch.dtype = torch.bfloat16,
     variant: emit.Variant,
-    shape: launch_hopper.Shape | None = None,
+    shape: Shape | None = None,
     page_size: int = 16,
 ) -> Compiled:
     """Compile a spec's forward kernel of the Hopper family for sm_90.
 
     `page_size`: if keys are in pages."""
-    shape = shape or launch_hopper.shape_for(variant.head_dim, variant.v_head_dim)
+    shape = shape or shape_for(variant.head_dim, variant.v_head_dim)
     generated = emit_hopper.forward(spec, variant, groups=shape.groups)
     module = cache.module(generated.name, generated.text, launch.key_parts())
     q, v = (torch.empty(1, 1, 16, d, dtype=dtype) for d in (variant.head_dim, variant.v_head_dim))

@@ -185,6 +185,6 @@ def describe(call: Call, schedule: Schedule, backend: str) -> str:
         blocks = launch_hopper_latent.blocks_of(call.geometry.q_len, call.geometry.heads, tile)
     else:
         given = (call.q, call.v, call.bound, call.geometry, tile)
-        blocks = launch_decode.blocks_of(*given, dealt=dealt)
+        blocks = launch_decode.tuned_blocks(*given, dealt=dealt)
     splits = launch_decode.splits_of(blocks, call.geometry, batch_invariant=False, dealt=dealt)
     return f"{blocks}\n{splits}"

@@ -23,6 +23,7 @@ from .order import Ordered, ordered
 from .schedule import Schedule
 from .show import explain_text
 from .spec import Spec
+from .tiling.hopper import shape_for
 
 LINES_SHOWN = 24
 
@@ -107,15 +108,30 @@ def _order(cheaper: Ordered, schedule: Schedule) -> str:
 
 
 def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:
-    dims = (call.q.shape[-1], call.v.shape[-1])
+    """The blocks in use: those that tuning has found, or the default."""
     if kernel.decodes:
         return describe(call, schedule, choice.name)
-    if choice.name == "hopper":
-        problem = _no_hopper_backward(call, schedule.block_size)
-        backward = f"portable; {problem}" if problem else "hopper"
-        rows, keys = schedule.block_size
-        return f"{launch_hopper.shape_for(*dims, keys, rows)}\nbackward: {backward}"
-    return str(launch.default_tiling(call.q, dims[1], schedule, call.bound.spec))
+    spec, variant = _kernel_of(call)
+    generated = _forward(call, choice, kernel)[0]
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    if choice.name != "hopper":
+        default: Any = launch.default_tiling(call.q, dims[1], schedule, spec)
+        return _named(default, launch.tuned_tiling(generated, call.q, dims[1], schedule, spec))
+    rows, keys = schedule.block_size
+    default, device = shape_for(*dims, keys, rows), call.q.device
+    what = launch.tuned_as(generated.name, generated.text, call.q.dtype)
+    forward = _named(default, launch_hopper.tuned(what, device, default, dims))
+    if problem := _no_hopper_backward(call, schedule.block_size):
+        return f"{forward}\nbackward: portable; {problem}"
+    made = launch_hopper_backward.generate(spec, variant)
+    default = launch_hopper_backward.default_steps(variant)
+    what = launch.tuned_as(made.name, made.text, call.q.dtype)
+    steps = launch_hopper_backward.tuned(what, device, default, schedule.block_size, variant.packed)
+    return f"{forward}\nbackward: hopper, {_named(default, steps)}"
+
+
+def _named(default: Any, found: Any) -> str:
+    return f"{found}{' (tuned)' if found != default else ''}"
 
 
 def explain(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> str:

@@ -2,17 +2,20 @@
 
 The first call of a kind runs its own kernels with other blocks, on its own tensors and schedule,
 and keeps what was fastest: in this process, and in a file beside the generated kernels, which later
-processes read whether they tune or not. `quick` tries warps and pipeline stages of each kernel;
-`full` all blocks inside the schedule's tiles, and other tiles where no schedule was given.
+processes read whether they tune or not. `quick` tries warps and pipeline stages of each portable
+kernel, and of Hopper's one number at a time; `full` all blocks inside the schedule's tiles, all
+combinations, and other tiles where no schedule was given.
 
 Without the setting nothing is ever measured. Winners change how sums are grouped, so results of
 two machines may differ by rounding; nothing else depends on them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
@@ -37,6 +40,9 @@ FILE = "tuned.json"
 _WARPS, _STAGES, _BLOCKS = (4, 8), (1, 2, 3, 4), (32, 64, 128)
 # Milliseconds that a candidate is warmed up and measured for.
 _WARM_UP, _MEASURED = 5, 30
+# How often those are measured that take at most so many times as long as the fastest, and which
+# part of the default's time is clearly less.
+_ROUNDS, _NEAR, _CLEARLY = 3, 1.3, 0.98
 _log = log("tune")
 _lock = threading.RLock()
 _used: dict[str, Numbers] = {}
@@ -66,19 +72,50 @@ def winners() -> dict[str, Numbers]:
 
 
 def blocks(
-    what: str, device: torch.device, default: Tiling, tile: tuple[int, int], run: Callable[..., Any]
+    what: str,
+    device: torch.device,
+    default: Tiling,
+    tile: tuple[int, int],
+    run: Callable[[Tiling], Any] | None = None,
 ) -> Tiling:
-    """The blocks of a kernel, `what`, on a schedule's tiles: the fastest known, found now if tuning
-    is on, or the default. `run(tiling)` launches the kernel, as often as it is asked to."""
-    key = _key(f"{what}, tiles of {tile[0]} x {tile[1]}", device)
+    """The blocks of a portable kernel, `what`, on a schedule's tiles: the fastest known, found now
+    if tuning is on, or the default. `run(tiling)` launches the kernel, as often as it is asked to;
+    without it nothing is measured."""
+    found = numbers(
+        f"{what}, tiles of {tile[0]} x {tile[1]}",
+        device,
+        (astuple(candidate) for candidate in _candidates(default, tile)),
+        astuple(default),
+        lambda given: len(given) == 4 and not (tile[0] % given[0] or tile[1] % given[1]),
+        None if run is None else lambda given: run(Tiling(*given)),
+    )
+    return Tiling(*found)
+
+
+def numbers(
+    what: str,
+    device: torch.device,
+    candidates: Iterable[Numbers],
+    default: Numbers,
+    fits: Callable[[Numbers], bool],
+    run: Callable[[Numbers], Any] | None,
+) -> Numbers:
+    """The numbers of a kernel, `what`: the fastest known, those found now by `run(numbers)` if
+    tuning is on, or the default. Raises FlashgenError where those known don't fit."""
+    key = _key(what, device)
     known = winners().get(key)
     if known is not None:
-        return _tiling(key, known, tile)
-    if not _may_measure(device):
+        if len(known) != len(default) or not fits(known):
+            raise FlashgenError(
+                f"{known} are no blocks of this kernel",
+                call=key,
+                write=f"numbers like {default}; those of queries and keys divide the tile's",
+            )
+        return known
+    if run is None or not _may_measure(device):
         return default
-    candidates = [default, *(c for c in _candidates(default, tile) if c != default)]
-    timed = ((astuple(c), lambda c=c: run(c)) for c in candidates)
-    return Tiling(*_fastest(key, timed, len(candidates)))
+    tried = [default, *(c for c in dict.fromkeys(candidates) if c != default)]
+    return _fastest(key, ((c, functools.partial(run, c)) for c in tried), len(tried))
 
 
 def tiles(
@@ -120,8 +157,12 @@ def _may_measure(device: torch.device) -> bool:
 def _fastest(
     key: str, candidates: Iterable[tuple[Numbers, Callable[[], Any]]], count: int
 ) -> Numbers:
-    """Measure all, tell how it goes, and keep the fastest. The first is the default."""
-    found: list[tuple[float, Numbers]] = []
+    """Measure all, tell how it goes, and keep the fastest. The first is the default.
+
+    A GPU's clock falls while it works, so that what is measured first seems faster: those that come
+    near are measured again in turns, and what isn't clearly faster than the default isn't taken."""
+    runs: dict[Numbers, Callable[[], Any]] = {}
+    found: dict[Numbers, list[float]] = {}
     for number, (candidate, run) in enumerate(candidates, 1):
         try:
             ms = milliseconds(run)
@@ -129,13 +170,20 @@ def _fastest(
             _tell(f"{key}: {candidate} ({number} of {count}): {type(error).__name__}")
             continue
         _tell(f"{key}: {candidate} ({number} of {count}): {ms:.4f} ms")
-        found.append((ms, candidate))
+        runs[candidate], found[candidate] = run, [ms]
     if not found:
         raise FlashgenError(f"none of {count} candidates runs", call=key, write="FLASHGEN_TUNE=off")
-    ms, best = min(found)
+    first, limit = next(iter(found)), _NEAR * min(found.values())[0]
+    near = [candidate for candidate, (ms,) in found.items() if candidate == first or ms <= limit]
+    for candidate in near * (_ROUNDS - 1):
+        found[candidate].append(milliseconds(runs[candidate]))
+    times = {candidate: statistics.median(found[candidate]) for candidate in near}
+    best = min(near, key=times.__getitem__)
+    if times[best] > _CLEARLY * times[first]:
+        best = first
     _store(key, best)
-    gain = found[0][0] / ms
-    _tell(f"flashgen.tune.use({key!r}, {best})  # {gain:.2f} times as fast as the first")
+    gain = times[first] / times[best]
+    _tell(f"flashgen.tune.use({key!r}, {best})  # {gain:.2f} times as fast as the default")
     return best
 
 
@@ -157,21 +205,16 @@ def _candidates(default: Tiling, tile: tuple[int, int]) -> Iterator[Tiling]:
         yield Tiling(m, n, warps, stages)
 
 
-def _tiling(key: str, numbers: Numbers, tile: tuple[int, int]) -> Tiling:
-    if len(numbers) != 4 or tile[0] % numbers[0] or tile[1] % numbers[1]:
-        raise FlashgenError(
-            f"blocks of {numbers} don't divide the tile",
-            call=key,
-            write="(queries, keys, warps, stages), the first two divisors of the tile's",
-        )
-    return Tiling(*numbers)
-
-
 def _key(what: str, device: torch.device) -> str:
+    return f"{what}, {_where(device)}"
+
+
+@functools.cache
+def _where(device: torch.device) -> str:
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{what}, {name}, triton {triton.__version__}"
+    return f"{name}, triton {triton.__version__}"
 
 
 def _tell(line: str) -> None:

@@ -16,9 +16,9 @@ from flashgen import backends, emit, launch, masks
 from flashgen.emit import hopper_forward as emit_hopper
 from flashgen.errors import FlashgenError
 from flashgen.kernel_names import spell
-from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.schedule import Schedule
 from flashgen.spec import Spec
+from flashgen.tiling import hopper as hopper_tiling
 from flashgen.tiling import target_of
 
 GPU = torch.device("cuda", 0)
@@ -117,8 +117,8 @@ DIMS = [(d, d) for d in range(8, 257, 8)] + [(192, 128)]
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_shapes_fit_shared_memory(dims: tuple[int, int], block_n: int | None) -> None:
     assert emit_hopper.covers(*dims)
-    rows = launch_hopper.ROWS[max(dims) <= 64]
-    shape = launch_hopper.shape_for(*dims, block_n, rows)
+    rows = hopper_tiling.ROWS[max(dims) <= 64]
+    shape = hopper_tiling.shape_for(*dims, block_n, rows)
     assert shape.block_m == rows
     q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in dims)
     used = shape.buffers * rows * q_dim + shape.stages * shape.block_n * (q_dim + v_dim)

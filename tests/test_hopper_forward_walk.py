@@ -317,3 +317,15 @@ def test_pages(
         out, lse = out[0].transpose(0, 1), lse[0]
     found = stored.parted(out, lse, q_lens if is_packed else None)
     stored.same(found, sequences.reference(SEEN[name]), 2e-3)
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (192, 64)], ids=str)
+@pytest.mark.parametrize("numbers", [(2, 1, 64, 100), (3, 2, 1, 1)], ids=str)
+def test_shapes_that_tuning_tries(
+    monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], tile: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(
+        launch_hopper, "tuned", lambda what, device, shape, *_: shape.tuned(numbers)
+    )
+    attend = fg.Attention(masks.causal)
+    check(monkeypatch, attend, inputs(1, 2, 1, 300, 400, 64, 64), tile=tile)

@@ -18,6 +18,7 @@ from flashgen.emit.sums import NO_DATA, summed
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_backward as launch_hopper_backward
 from flashgen.launch.backward_run import key_schedule
+from flashgen.tiling.hopper import Steps
 
 LOG2E = 1.4426950408889634
 
@@ -374,3 +375,11 @@ def test_derivatives_that_read_data_by_distance(monkeypatch: pytest.MonkeyPatch)
     tensors, grad = inputs(1, 2, 1, 200, 220, 64, 64)
     factor = torch.tensor(0.7, requires_grad=True)
     check(monkeypatch, scaled, tensors, grad, table=torch.rand(2, 71), factor=factor)
+
+
+@pytest.mark.parametrize("steps", [Steps(2, 1, 1), Steps(3, 64, 2)], ids=str)
+def test_steps_that_tuning_tries(monkeypatch: pytest.MonkeyPatch, steps: Steps) -> None:
+    monkeypatch.setattr(launch_hopper_backward, "tuned", lambda *_: steps)
+    tensors, grad = inputs(1, 2, 1, 300, 260, 64, 64)
+    ordered = steps.order == 2
+    check(monkeypatch, fg.Attention(masks.causal), tensors, grad, ordered=ordered)

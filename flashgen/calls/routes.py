@@ -13,10 +13,11 @@ from ..call import Call
 from ..config import config
 from ..decoding import choose_kernel, wants_gradient
 from ..schedule.make import has_long_rows, make_schedule
+from ..tiling import hopper
 from ..tiling.decode import LATENT_TILE, MOST_QUERIES
 from .known import Known
 
-# Tiles that tuning tries beside the kernel's own.
+# Tiles that tuning tries beside a portable kernel's own.
 _TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 
 
@@ -50,7 +51,10 @@ def route_of(
             decodes = how.decodes
         tile = tile_of(call, choice.name, invariant)
         if not planned and not decodes and schedule is None and choice.name != "cpu":
-            tile = tune.tiles(*_tuned_as(call, choice.name), tile, _TILES, _timed(call, backend))
+            others = hopper.tiles_to_try(*_dims(call)) if choice.name == "hopper" else _TILES
+            tile = tune.tiles(
+                *_tuned_as(call, choice.name), tile, others, _timed(call, choice.name)
+            )
         return Route(choice.name, decodes, tile, kept_key(call, tile, "auto"))
 
     size = getattr(schedule, "block_size", None)
@@ -75,12 +79,16 @@ def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int
     # Packed sequences are shorter than they seem, and tiles of tall ones are cut more often.
     long_rows = long_rows and not (backend == "hopper" and call.geometry.packing is not None)
     name = "portable" if few else backend
-    dims = (call.q.shape[-1], call.v.shape[-1])
+    dims = _dims(call)
     found = None if few or backend == "cpu" else tune.tile_known(*_tuned_as(call, backend))
-    if found is not None:
+    if found is not None and (backend != "hopper" or hopper.works_on(found, *dims)):
         return found
     length = call.geometry.q_len
     return backends.block_size(name, call.q.device, call.q.dtype, *dims, long_rows, length)
+
+
+def _dims(call: Call) -> tuple[int, int]:
+    return call.q.shape[-1], call.v.shape[-1]
 
 
 def _tuned_as(call: Call, backend: str) -> tuple[str, torch.device]:

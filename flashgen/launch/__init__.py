@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -287,10 +287,23 @@ def forward(
         programs = row_blocks(geometry, schedule, tiling) * geometry.heads
         launch(kernel, generated.arguments, values, constants, tiling, programs)
 
-    what = tuned_as(generated.name, generated.text, q.dtype)
-    default = default_tiling(q, v.shape[-1], schedule, bound.spec)
-    run(tune.blocks(what, q.device, default, schedule.block_size, run))
+    run(tuned_tiling(generated, q, v.shape[-1], schedule, bound.spec, run))
     return out, lse
+
+
+def tuned_tiling(
+    generated: emit.Generated,
+    q: torch.Tensor,
+    v_head_dim: int,
+    schedule: Schedule,
+    spec: Spec,
+    run: Callable[[Tiling], None] | None = None,
+) -> Tiling:
+    """The blocks of the forward kernel that tuning found, or finds by `run(tiling)`; else the
+    default."""
+    what = tuned_as(generated.name, generated.text, q.dtype)
+    default = default_tiling(q, v_head_dim, schedule, spec)
+    return tune.blocks(what, q.device, default, schedule.block_size, run)
 
 
 def default_tiling(q: torch.Tensor, v_head_dim: int, schedule: Schedule, spec: Spec) -> Tiling:
@@ -309,6 +322,7 @@ def pair_bytes(spec: Spec) -> int:
     return sum(max(4, dtypes[node.attr].itemsize) for node in per_pair)
 
 
+@functools.lru_cache(maxsize=1024)
 def tuned_as(name: str, text: str, dtype: torch.dtype) -> str:
     """What tuning calls a kernel: as its file is called, and its inputs' dtype."""
     stem = cache.file_of(name, text, key_parts()).removesuffix(".py")

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import binaries, emit
+from .. import binaries, emit, tune
+from ..config import config
 from ..emit import decode as emit_decode
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from ..tiling.decode import WHOLE_ROWS, Blocks, Splits, choose_blocks, choose_splits, deal
+from ..tiling.decode import (
+    WHOLE_ROWS,
+    Blocks,
+    Splits,
+    blocks_to_try,
+    choose_blocks,
+    choose_splits,
+    deal,
+)
 from . import (
     alignment,
     current_target,
@@ -28,6 +38,7 @@ from . import (
     position_values,
     positive_scale,
     precision_of,
+    tuned_as,
     variant_of,
 )
 
@@ -245,16 +256,52 @@ def forward(
     a captured graph serves other lengths up to that of `k`."""
     q, k, v, scale = positive_scale(q, k, v, scale)
     dealt = is_dealt(bound, geometry, batch_invariant=batch_invariant)
-    blocks = blocks_of(q, v, bound, geometry, tile_of(bound, schedule), dealt=dealt)
-    splits = splits_of(blocks, geometry, batch_invariant=batch_invariant, dealt=dealt)
-    work = prepare(
-        q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=scale, softcap=softcap,
-        sinks=sinks, splits=splits,
+
+    def attend(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        splits = splits_of(blocks, geometry, batch_invariant=batch_invariant, dealt=dealt)
+        work = prepare(
+            q, k, v, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
+            softcap=softcap, sinks=sinks, splits=splits,
+        )  # fmt: skip
+        if not work.lse.numel():
+            return work.out, work.lse
+        run(work, blocks, bound=bound, geometry=geometry, schedule=schedule)
+        return work.merged()
+
+    tile = tile_of(bound, schedule)
+    if batch_invariant or not q.numel():
+        return attend(blocks_of(q, v, bound, geometry, tile, dealt=dealt))
+    return attend(tuned_blocks(q, v, bound, geometry, tile, dealt=dealt, attend=attend))
+
+
+def tuned_blocks(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    bound: Bound,
+    geometry: Geometry,
+    tile: tuple[int, int],
+    *,
+    dealt: bool = False,
+    attend: Callable[[Blocks], Any] | None = None,
+) -> Blocks:
+    """The blocks that tuning found for such calls, or finds by `attend(blocks)`; else those of
+    `blocks_of`."""
+    default = blocks_of(q, v, bound, geometry, tile, dealt=dealt)
+    dims, latent = (q.shape[-1], v.shape[-1]), bound.spec.heads is not None
+    generated = generate(bound.spec, variant_of(bound, geometry, *dims, like=q), dealt=dealt)
+    tried = blocks_to_try(
+        default, current_target(q.device), q.dtype, dims, tile, config.tune,
+        latent=latent, pair_bytes=pair_bytes(bound.spec),
     )  # fmt: skip
-    if not work.lse.numel():
-        return work.out, work.lse
-    run(work, blocks, bound=bound, geometry=geometry, schedule=schedule)
-    return work.merged()
+    found = tune.numbers(
+        f"{tuned_as(generated.name, generated.text, q.dtype)}, {default.tiling.block_m} rows",
+        q.device,
+        (blocks.numbers for blocks in tried),
+        default.numbers,
+        lambda numbers: tile[1] % numbers[0] == 0,
+        None if attend is None else lambda numbers: attend(default.tuned(numbers)),
+    )
+    return default.tuned(found)
 
 
 def run(

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from .. import binaries, emit
+from .. import binaries, emit, tune
+from ..config import config
 from ..emit.gradients import Wanted, ignores_score
 from ..emit.hopper_backward import Module, hopper_backward, keys_of, stages_of, sum_width, width_of
 from ..emit.sums import NO_DATA
 from ..geometry import Geometry
 from ..spec import Bound, Spec
 from ..tiling import Tiling
-from . import key_parts, launch, multiprocessors, variant_of
+from ..tiling.hopper import Steps, steps_for, steps_to_try
+from . import key_parts, launch, multiprocessors, tuned_as, variant_of
 
 BLOCK_M = 64
 # Four warps are one warpgroup; the kernel adds the others itself.
@@ -26,8 +29,6 @@ _FINISH = Tiling(64, 64, 8, 1)
 _ORDER = Tiling(0, 0, 4, 1)
 # What two tiles of 256 dimensions leave of shared memory, of a query.
 _MOST_QUERY_BYTES = 8
-# Of the L2 cache, what heads that are side by side may take: without an order, and with one.
-_SIDE_BYTES = (16 << 20, 36 << 20)
 
 
 def obstacle(
@@ -115,12 +116,63 @@ def backward(
     is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns which
     tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
     int32, not 0 for these; packed: tiles of all sequences, B = 1."""
+    made = generate(spec, variant, ordered, wanted)
+    what = tuned_as(made.name, made.text, values["q_ptr"].dtype)
+    default = default_steps(variant, ordered)
+
+    def run(steps: Steps) -> dict[str, torch.Tensor]:
+        if config.tune != "off":
+            # Another run has added to them.
+            for name in ("dq_sum_ptr", *(f"grad_{name}_ptr" for name in wanted.data)):
+                values[name].zero_()
+        return _backward(spec, variant, values, geometry, block_size, grads, steps, wanted)
+
+    return run(tuned(what, geometry.device, default, block_size, variant.packed, run))
+
+
+def default_steps(variant: emit.Variant, ordered: bool = False) -> Steps:
+    """The steps where tuning has found no others."""
+    return steps_for(stages_of(variant.head_dim, variant.v_head_dim), ordered)
+
+
+def tuned(
+    what: str,
+    device: torch.device,
+    default: Steps,
+    block_size: tuple[int, int],
+    packed: bool,
+    run: Callable[[Steps], Any] | None = None,
+) -> Steps:
+    """The steps that tuning found, or finds by `run(steps)`; else the default. `packed`: there are
+    no kernels with a fixed order."""
+    found = tune.numbers(
+        f"{what}, tiles of {block_size[0]} x {block_size[1]}",
+        device,
+        (astuple(steps) for steps in steps_to_try(default, not packed, config.tune)),
+        astuple(default),
+        lambda numbers: default.order <= numbers[2] <= 2 - packed,
+        None if run is None else lambda numbers: run(Steps(*numbers)),
+    )
+    return Steps(*found)
+
+
+def _backward(
+    spec: Spec,
+    variant: emit.Variant,
+    values: Mapping[str, Any],
+    geometry: Geometry,
+    block_size: tuple[int, int],
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    steps: Steps,
+    wanted: Wanted,
+) -> dict[str, torch.Tensor]:
+    ordered = steps.order == 2
     module, made = _module(spec, variant, ordered, wanted, key_parts())
     block_n = keys_of(variant.head_dim, variant.v_head_dim)
     sums = _Sums(values, variant, geometry, block_size, grads)
     constants = {
         "BLOCK_M": BLOCK_M, "BLOCK_N": block_n, "TILE_M": block_size[0], "TILE_N": block_size[1],
-        "STAGES": stages_of(variant.head_dim, variant.v_head_dim),
+        "STAGES": steps.stages,
         "SHARED_HEADS": geometry.group > 1,
     }  # fmt: skip
     blocks, batch = math.ceil(geometry.kv_len / block_n), geometry.batch
@@ -129,7 +181,8 @@ def backward(
         blocks, batch = values["kv_rows"], 1
     items = blocks * batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.values}
-    values |= {"items": items, "side": _side(values, variant, batch * geometry.heads, ordered)}
+    side = steps.side(_bytes_of_head(values, variant), batch * geometry.heads)
+    values |= {"items": items, "side": side}
     values["batch"] = geometry.batch
     if ordered:
         values |= _order_visits(module, made, values, geometry, block_size, block_n)
@@ -147,15 +200,11 @@ def backward(
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
 
 
-def _side(values: Mapping[str, Any], variant: emit.Variant, lines: int, ordered: bool) -> int:
-    """How many heads' key blocks are taken side by side.
-
-    So the last ones of all are short, and blocks that wait for each other start apart. What is read
-    and added to of these heads should stay in the L2 cache; blocks that don't wait gain less."""
+def _bytes_of_head(values: Mapping[str, Any], variant: emit.Variant) -> int:
+    """What is read and added to of a head's queries."""
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
-    size = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
-    most = max(1, min(8, _SIDE_BYTES[ordered] // size))
-    return next(n for n in range(most, 0, -1) if lines % n == 0)
+    size: int = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
+    return size
 
 
 def _order_visits(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import binaries, emit, launch
+from .. import binaries, emit, launch, tune
+from ..config import config
 from ..emit import hopper_forward as emit_hopper
 from ..geometry import Geometry
 from ..schedule import Schedule
@@ -18,60 +19,13 @@ from ..schedule.make import has_long_rows
 from ..spec import Bound, Spec
 from ..tiling import Target, Tiling
 from ..tiling.decode import MOST_QUERIES
+from ..tiling.hopper import KEYS, Shape, shape_for, shapes_to_try, works_on
+from ..tiling.hopper import tile_for as tile_for
 from ..tiling.shares import Shares, Work, choose_shares
 from . import decode
 
-ROWS = (128, 192)
-KEYS = (128, 64)
 # Pages that are part of a tile.
 PAGES = (16, 32, 64)
-# Bytes for tiles: what a program may have, without barriers and what Triton needs for reductions.
-SHARED = 232448 - 2048
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Warpgroups of 64 rows, keys of a tile, turns of the ring, row blocks whose queries are there,
-    registers of a thread that multiplies, and of one that copies."""
-
-    groups: int
-    block_n: int
-    stages: int
-    buffers: int
-    registers: int
-    producer: int
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.groups
-
-
-def tile_for(head_dim: int, v_head_dim: int, long_rows: bool, q_len: int = 8192) -> tuple[int, int]:
-    """Queries and keys of a tile that Hopper's forward kernel works on.
-
-    Three warpgroups of narrow heads keep tensor cores and exponentials busy at the same time, but
-    their tiles are cut more often; rows that reach back to the first key don't mind."""
-    is_tall = long_rows and q_len > 256 and max(head_dim, v_head_dim) <= 64
-    return ROWS[is_tall], shape_for(head_dim, v_head_dim).block_n
-
-
-@functools.cache
-def shape_for(
-    head_dim: int, v_head_dim: int, block_n: int | None = None, block_m: int = 128
-) -> Shape:
-    """The blocks of Hopper's forward kernel.
-
-    As many stages as fit in shared memory beside the queries, at most four, and two at least.
-    Keys of a tile: as asked for, or the most for which that fits."""
-    if block_n is None:
-        shapes = (shape_for(head_dim, v_head_dim, n, block_m) for n in KEYS)
-        return next(s for s in shapes if s.stages > 1)
-    q_dim, v_dim = (sum(p.size for p in emit.parts_of(d)) for d in (head_dim, v_head_dim))
-    groups = block_m // 64
-    # Three warpgroups have no registers to hold queries; those of the next row block come early.
-    buffers, registers, producer = (2, 160, 32) if groups == 3 else (1, 232, 40)
-    left, stage = SHARED - 2 * buffers * block_m * q_dim, 2 * block_n * (q_dim + v_dim)
-    return Shape(groups, block_n, min(4, left // stage), buffers, registers, producer)
 
 
 def obstacle(
@@ -102,7 +56,7 @@ def obstacle(
     dims = (q.shape[-1], v.shape[-1])
     if not emit_hopper.covers(*dims):
         return f"Hopper's kernels don't take head dimensions {dims[0]} and {dims[1]}"
-    if schedule is not None and not _fits(schedule, *dims):
+    if schedule is not None and not works_on(schedule.block_size, *dims):
         tile = " x ".join(map(str, schedule.block_size))
         return f"Hopper's kernels don't work on tiles of {tile}"
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -132,14 +86,6 @@ def unsupported(target: Target, dtype: torch.dtype) -> str:
     return ""
 
 
-def _fits(schedule: Schedule, head_dim: int, v_head_dim: int) -> bool:
-    """Whether the kernel works on a schedule's tiles."""
-    rows, keys = schedule.block_size
-    if rows not in ROWS or keys not in KEYS or (rows > 128 and max(head_dim, v_head_dim) > 64):
-        return False
-    return shape_for(head_dim, v_head_dim, keys, rows).stages > 1
-
-
 @functools.lru_cache(maxsize=1024)
 def generate(
     spec: Spec, variant: emit.Variant, groups: int = 2
@@ -153,8 +99,9 @@ def generate(
 def _kernels(
     spec: Spec, variant: emit.Variant, groups: int, parts: tuple[str, ...]
 ) -> tuple[Any, Any]:
-    made = (binaries.Kernels(g.name, g.text, parts) for g in generate(spec, variant, groups))
-    forward, repair = made
+    forward, repair = (
+        binaries.Kernels(g.name, g.text, parts) for g in generate(spec, variant, groups)
+    )
     return forward.attention_forward, repair.repair_rows
 
 
@@ -179,49 +126,35 @@ def forward(
     out, lse = _results(q, v.shape[-1], geometry)
     spoilt = torch.zeros(q.shape[:3], dtype=torch.int8, device=q.device)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
-    shape = shape_for(q.shape[-1], v.shape[-1], schedule.block_size[1], schedule.block_size[0])
-    heads, blocks = geometry.batch * geometry.heads, math.ceil(geometry.q_len / shape.block_m)
-    is_packed = geometry.packing is not None
-    if is_packed:
-        # At most; only the device knows how many of them hold a tile.
-        heads, blocks = geometry.heads, schedule.states.shape[2]
-    processors = launch.multiprocessors(q.device)
-    shares = Shares(heads * blocks)
-    if not is_packed and not batch_invariant:
-        shares = _shares(bound, geometry, shape, (q.shape[-1], v.shape[-1]), processors)
-    shared_row = shares.whole // blocks * geometry.q_len + shares.whole % blocks * shape.block_m
-    parts = lses = lse
-    if shares.splits > 1:
-        lses = lse.new_empty((lse.numel() - shared_row, shares.splits))
-        parts = lse.new_empty((*lses.shape, v.shape[-1]))
+    dims = (q.shape[-1], v.shape[-1])
+    default = shape_for(*dims, schedule.block_size[1], schedule.block_size[0])
+    kernel, repair = _kernels(bound.spec, variant, default.groups, launch.key_parts())
+    texts = generate(bound.spec, variant, default.groups)
     page_size = geometry.pages.size if geometry.pages is not None else None
+    paged = {} if page_size is None else {"PAGE_SIZE": page_size}
     values = {
         **launch.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
             softcap=softcap, sinks=sinks,
         ),
-        **descriptors(q, k, v, shape, page_size),
+        **descriptors(q, k, v, default, page_size),
         **launch.range_values(bound.spec, schedule),
         "spoilt_ptr": spoilt,
-        "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=q.device),
-        "items": heads * blocks,
-        "last_heads": _last_heads(heads, geometry.group, blocks, processors),
-        "whole": shares.whole,
-        "splits": shares.splits,
-        "shared_row": shared_row,
-        "parts_ptr": parts,
-        "lses_ptr": lses,
         "batch": geometry.batch,
-        "queue_ptr": schedule.queue() if is_packed else None,
+        "queue_ptr": None if geometry.packing is None else schedule.queue(),
     }  # fmt: skip
-    kernel, repair = _kernels(bound.spec, variant, shape.groups, launch.key_parts())
-    texts = generate(bound.spec, variant, shape.groups)
-    programs = min(shares.whole + (heads * blocks - shares.whole) * shares.splits, processors)
-    paged = {} if page_size is None else {"PAGE_SIZE": page_size}
-    constants = constants_of(shape) | paged
-    launch.launch(kernel, texts[0].arguments, values, constants, WARPS, programs)
-    if shares.splits > 1:
-        decode.merge(parts, lses, out.view(-1, v.shape[-1])[shared_row:], lse.view(-1)[shared_row:])
+
+    def attend(shape: Shape) -> None:
+        layout = _lay_out(bound, geometry, schedule, shape, dims, batch_invariant)
+        given = {**values, **_buffers(layout, out, lse)}
+        constants = constants_of(shape) | paged
+        launch.launch(kernel, texts[0].arguments, given, constants, WARPS, layout.programs)
+        if layout.shares.splits > 1:
+            results = out.view(-1, dims[1])[layout.row :], lse.view(-1)[layout.row :]
+            decode.merge(given["parts_ptr"], given["lses_ptr"], *results)
+
+    what = launch.tuned_as(texts[0].name, texts[0].text, q.dtype)
+    attend(tuned(what, q.device, default, dims, attend))
     tiling = launch.default_tiling(q, v.shape[-1], schedule, bound.spec)
     constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size) | paged
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
@@ -242,6 +175,76 @@ def _results(
     return q.new_empty((batch, rows, heads, v_head_dim)).transpose(1, 2), lse
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Row blocks of a call, how programs share them, and the first row [B * Hq * Sq] of those that
+    several share; programs; heads that work side by side at the end."""
+
+    items: int
+    shares: Shares
+    row: int
+    programs: int
+    last_heads: int
+
+
+def _lay_out(
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    shape: Shape,
+    dims: tuple[int, int],
+    batch_invariant: bool,
+) -> Layout:
+    """How work is laid out; with `batch_invariant` no row block is shared."""
+    heads, blocks = geometry.batch * geometry.heads, math.ceil(geometry.q_len / shape.block_m)
+    is_packed = geometry.packing is not None
+    if is_packed:
+        # At most; only the device knows how many of them hold a tile.
+        heads, blocks = geometry.heads, schedule.states.shape[2]
+    processors = launch.multiprocessors(geometry.device)
+    shares = Shares(heads * blocks)
+    if not is_packed and not batch_invariant:
+        shares = _shares(bound, geometry, shape, dims, processors)
+    row = shares.whole // blocks * geometry.q_len + shares.whole % blocks * shape.block_m
+    programs = min(shares.whole + (heads * blocks - shares.whole) * shares.splits, processors)
+    last_heads = _last_heads(heads, geometry.group, blocks, shape.side * processors)
+    return Layout(heads * blocks, shares, row, programs, last_heads)
+
+
+def _buffers(layout: Layout, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
+    """The kernel's arguments that say how work is laid out, and what shares are written to."""
+    parts = lses = lse
+    if layout.shares.splits > 1:
+        lses = lse.new_empty((lse.numel() - layout.row, layout.shares.splits))
+        parts = lse.new_empty((*lses.shape, out.shape[-1]))
+    return {
+        "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=out.device),
+        "items": layout.items, "last_heads": layout.last_heads,
+        "whole": layout.shares.whole, "splits": layout.shares.splits, "shared_row": layout.row,
+        "parts_ptr": parts, "lses_ptr": lses,
+    }  # fmt: skip
+
+
+def tuned(
+    what: str,
+    device: torch.device,
+    default: Shape,
+    dims: tuple[int, int],
+    attend: Callable[[Shape], None] | None = None,
+) -> Shape:
+    """The shape that tuning found, or finds by `attend(shape)`; else the default."""
+    tile = f"{what}, tiles of {default.block_m} x {default.block_n}"
+    found = tune.numbers(
+        tile,
+        device,
+        (shape.numbers for shape in shapes_to_try(default, dims, config.tune)),
+        default.numbers,
+        lambda numbers: default.tuned(numbers).fits(*dims),
+        None if attend is None else lambda numbers: attend(default.tuned(numbers)),
+    )
+    return default.tuned(found)
+
+
 def _shares(
     bound: Bound, geometry: Geometry, shape: Shape, dims: tuple[int, int], processors: int
 ) -> Shares:
@@ -252,16 +255,17 @@ def _shares(
     tiles = math.ceil(geometry.kv_len / shape.block_n)
     is_uniform = bound.spec.mask is None and geometry.kv_lens is None
     work = Work(row_blocks, shape.block_m, tiles, shape.block_n, dims, is_uniform)
-    return choose_shares(work, processors)
+    return choose_shares(work, processors, shape.saving)
 
 
-def _last_heads(heads: int, group: int, blocks: int, processors: int) -> int:
-    """How many heads at the end work side by side; `group` of them share keys.
+def _last_heads(heads: int, group: int, blocks: int, programs: int) -> int:
+    """How many heads at the end work side by side, for so many programs; `group` of them share
+    keys.
 
     Under causal masks a head's row blocks have 1 to n tiles, the longest first. If its last one is
     begun before its first one has ended, processors wait at the end. Heads side by side begin all
     their long ones before; of so many they take 2n tiles' time."""
-    wanted = math.ceil(4 * processors / blocks)
+    wanted = math.ceil(programs / blocks)
     return min(heads, math.ceil(wanted / group) * group)
 
 

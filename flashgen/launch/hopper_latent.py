@@ -14,8 +14,9 @@ from ..schedule import Schedule
 from ..spec import MLA, Bound, Spec
 from ..tiling import Tiling
 from ..tiling.decode import Blocks, power_of_two
+from ..tiling.hopper import SHARED
 from . import decode as launch_decode
-from .hopper_forward import SHARED, unsupported
+from .hopper_forward import unsupported
 
 # Rows of a program, keys of a tile; four warps are one warpgroup, and the kernel adds the others.
 BLOCK_M, BLOCK_N = 64, 64

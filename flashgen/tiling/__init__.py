@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -174,3 +176,19 @@ def inside(tiling: Tiling, block_size: tuple[int, int]) -> Tiling:
     if m >= tiling.block_m and n >= tiling.block_n:
         return tiling
     return Tiling(min(m, tiling.block_m), min(n, tiling.block_n), tiling.warps, tiling.stages)
+
+
+def variations(
+    default: tuple[int, ...], choices: Sequence[Iterable[int]], effort: str
+) -> Iterator[tuple[int, ...]]:
+    """What tuning tries for some numbers, the default first: others for one of them at a time, or
+    (`full`) all combinations."""
+    yield default
+    options = [list(dict.fromkeys(choice)) for choice in choices]
+    if effort == "full":
+        yield from (n for n in itertools.product(*options) if n != default)
+        return
+    for place, option in enumerate(options):
+        for number in option:
+            if number != default[place]:
+                yield (*default[:place], number, *default[place + 1 :])

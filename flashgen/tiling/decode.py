@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ..emit import parts_of
-from . import Target, Tiling
+from . import Target, Tiling, variations
 
 # Most queries of a call that the kernel for decoding is for: speculative decoding has up to 16.
 MOST_QUERIES = 16
@@ -24,6 +25,7 @@ INVARIANT_KEYS = 2048
 _FEWEST_KEYS, _MOST_KEYS = 256, 8192
 # How full a GPU's slots should be, all rounds of programs together.
 _GOOD = 0.9
+_TRIED_KEYS, _TRIED_WARPS, _TRIED_STAGES, _TRIED_RESIDENT = (32, 64, 128), (4, 8), (2, 3, 4), (1, 2)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Blocks:
     def queries(self) -> int:
         """Queries of a block."""
         return self.tiling.block_m // self.group
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tuning chooses."""
+        return self.tiling.block_n, self.tiling.warps, self.tiling.stages, self.resident
+
+    def tuned(self, numbers: tuple[int, ...]) -> Blocks:
+        """The same rows with what tuning has chosen."""
+        return Blocks(Tiling(self.tiling.block_m, *numbers[:3]), self.group, numbers[3])
 
     def count(self, q_len: int, group: int) -> int:
         """Blocks that hold all heads of a group, for all queries."""
@@ -78,15 +89,42 @@ def choose_blocks(
         if page_size and page_size % 128 == 64:
             # A tile has one page. With a sixth stage too little is left of the L1.
             block_n, warps, deepest = 64, 4, 5
-    keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
-    fixed = block_m * keys * dtype.itemsize
-    stage = block_n * (keys if latent else keys + values) * dtype.itemsize
-    stage += block_m * block_n * pair_bytes
+    fixed, stage = _bytes(dtype, dims, block_m, block_n, latent, pair_bytes)
     stages = _stages(target, dtype, stage, fixed, most, deepest)
     used = fixed + stage * max(1, stages)
     return Blocks(
         Tiling(block_m, block_n, warps, stages), packed, max(1, min(most, target.shared // used))
     )
+
+
+def _bytes(
+    dtype: torch.dtype, dims: tuple[int, int], block_m: int, block_n: int, latent: bool, pairs: int
+) -> tuple[int, int]:
+    """Of shared memory: for the queries, and for each stage of a block's keys and values."""
+    keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
+    stage = block_n * (keys if latent else keys + values) * dtype.itemsize
+    return block_m * keys * dtype.itemsize, stage + block_m * block_n * pairs
+
+
+def blocks_to_try(
+    default: Blocks,
+    target: Target,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    tile: tuple[int, int],
+    effort: str,
+    *,
+    latent: bool = False,
+    pair_bytes: int = 0,
+) -> Iterator[Blocks]:
+    """Blocks that tuning tries for the same rows: keys, warps, stages, and how many programs of a
+    multiprocessor the splits are made for. `quick` changes one of these."""
+    choices = (_TRIED_KEYS, _TRIED_WARPS, _TRIED_STAGES, _TRIED_RESIDENT)
+    for numbers in variations(default.numbers, choices, effort):
+        block_n, _, stages, resident = numbers
+        fixed, stage = _bytes(dtype, dims, default.tiling.block_m, block_n, latent, pair_bytes)
+        if tile[1] % block_n == 0 and resident * (fixed + stage * stages) <= target.shared:
+            yield default.tuned(numbers)
 
 
 def _is_roomy(target: Target, dtype: torch.dtype, dims: tuple[int, int]) -> bool:

@@ -32,15 +32,15 @@ class Shares:
 # On an H200: operations of a processor in a microsecond, bytes that all of them write and read
 # again, the start and the end of a share in tiles, microseconds of one more kernel.
 _OPERATIONS, _BYTES, _ENDS, _KERNEL = 5.2e6, 1.2e6, 2, 5
-# What sharing has to save, of the whole time: where processors have nothing to do at the end of
-# many rounds, the power that they leave makes the others as much faster. Most programs of a row
-# block.
-_WORTH, _MOST = 0.05, 64
+# Most programs of a row block.
+_MOST = 64
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_shares(work: Work, processors: int) -> Shares:
-    """What ends first, as far as one can say before.
+def choose_shares(work: Work, processors: int, saving: int = 5) -> Shares:
+    """What ends first, as far as one can say before; whole row blocks unless sharing saves so many
+    percents: where processors have nothing to do at the end of many rounds, the power that they
+    leave makes the others as much faster.
 
     Where row blocks differ, all are shared or none; those of a mask without long rows never."""
     all_whole = Shares(work.row_blocks)
@@ -59,6 +59,6 @@ def choose_shares(work: Work, processors: int) -> Shares:
 
     best = min(range(1, min(work.tiles, _MOST) + 1), key=time)
     saved = time(1) - time(best)
-    if saved < _WORTH * (rounds * work.tiles * tile + time(1)):
+    if saved < saving / 100 * (rounds * work.tiles * tile + time(1)):
         return all_whole
     return Shares(work.row_blocks - more, best)

@@ -14,8 +14,8 @@ from golden_kernels import GOLDEN, HEADS, LENGTH, PLANS, Golden
 import flashgen as fg
 from flashgen import aot, emit, masks, tiling
 from flashgen.aot import TARGETS, Compiled
-from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.order import tables_of
+from flashgen.tiling.hopper import shape_for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -172,7 +172,7 @@ def check_hopper(name: str, dtype: torch.dtype) -> None:
     """No spills in the loops, nothing serialised, and all products and copies where they belong."""
     found = hopper_compiled(name, dtype)
     variant = GOLDEN[name].variant()
-    shape = launch_hopper.shape_for(variant.head_dim, variant.v_head_dim)
+    shape = shape_for(variant.head_dim, variant.v_head_dim)
     q_parts, v_parts = (emit.parts_of(d) for d in (variant.head_dim, variant.v_head_dim))
     assert found.registers == 168
     assert found.spills <= KEPT_ASIDE
@@ -206,7 +206,7 @@ def test_hopper_forward_kernels(name, dtype):
 def test_three_warpgroups_of_narrow_heads(name):
     """Their registers are few: scores, weights, outputs, and little else."""
     golden = GOLDEN[name]
-    shape = launch_hopper.shape_for(64, 64, 128, 192)
+    shape = shape_for(64, 64, 128, 192)
     found = aot.compile_hopper_forward(golden.spec(), variant=golden.variant(), shape=shape)
     assert found.registers == 128
     assert found.spills_in_loops() == 0

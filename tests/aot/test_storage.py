@@ -15,7 +15,7 @@ from flashgen import aot, emit, launch, masks, plan, tiling
 from flashgen.aot import TARGETS
 from flashgen.call import Call
 from flashgen.kernel_names import spell
-from flashgen.launch import hopper_forward as launch_hopper
+from flashgen.tiling.hopper import shape_for
 
 CAUSAL = fg.Attention(masks.causal_document)
 
@@ -72,7 +72,7 @@ def test_hopper_forward(dims: tuple[int, int], rows: int, page_size: int) -> Non
     """Packed queries; keys too (0), or pages of several sizes."""
     spec, variant = made_of("paged" if page_size else "packed")
     variant = replace(variant, head_dim=dims[0], v_head_dim=dims[1])
-    shape = launch_hopper.shape_for(*dims, block_m=rows)
+    shape = shape_for(*dims, block_m=rows)
     found = aot.compile_hopper_forward(spec, variant=variant, shape=shape, page_size=page_size)
     print(found)
     assert found.warnings == ()
