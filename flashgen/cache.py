@@ -29,7 +29,7 @@ from filelock import FileLock
 from . import __version__
 from .config import config, log
 from .errors import FlashgenError
-from .private import make_private
+from .private import make_private, write_whole
 
 PACKAGE = "flashgen_generated"
 # The folder, beside them, of what generated files were compiled to.
@@ -190,21 +190,9 @@ def _publish(path: Path, text: str, key: str) -> Path:
         if not _holds(path, key):
             if path.exists():
                 log("cache").warning("%s was cut short or edited; it is written again", path)
-            _replace(path, text)
+            write_whole(path, text.encode())
             log("cache").info("wrote %s", path)
     return path
-
-
-def _replace(path: Path, text: str) -> None:
-    # mkstemp makes the file readable by the user alone.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _publish_privately(folder: Path, error: Exception, file: str, text: str, key: str) -> Path:

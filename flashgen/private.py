@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 
@@ -18,3 +19,16 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to another user")
     if status.st_mode & stat.S_IWOTH and os.name == "posix":
         raise PermissionError(f"{folder} can be written by everyone")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, readable by this user alone."""
+    # mkstemp makes it so.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

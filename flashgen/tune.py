@@ -14,10 +14,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple
@@ -30,6 +28,7 @@ from filelock import FileLock
 from . import __version__
 from .config import config, log, warn_once
 from .errors import FlashgenError
+from .private import write_whole
 from .records import tape
 from .tiling import Tiling
 
@@ -254,10 +253,7 @@ def _store(key: str, numbers: Numbers) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock")):
                 merged = {**_load(path), key: numbers}
-                handle, name = tempfile.mkstemp(dir=path.parent, suffix=".json")
-                with os.fdopen(handle, "w") as file:
-                    json.dump(merged, file, indent=1)
-                Path(name).replace(path)
+                write_whole(path, json.dumps(merged, indent=1).encode())
             _read[path] = merged
         except OSError as error:
             warn_once(_log, f"{path} can't be written ({error}): winners are kept until the end")

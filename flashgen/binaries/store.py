@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..cache import BINARIES
 from ..config import config, log
-from ..private import make_private
+from ..private import make_private, write_whole
 
 _log = log("cache")
 
@@ -43,9 +42,7 @@ def write(key: str, about: dict[str, Any], binary: bytes) -> None:
     rest = json.dumps({"key": key, "about": about}).encode() + b"\n" + binary
     try:
         _make_folder(path)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-        Path(file.name).replace(path)
+        write_whole(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
     except OSError as error:
         _log.info("%s can't be written (%s)", path, error)
 

@@ -4,7 +4,6 @@ all that a call needs."""
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from pathlib import Path
 
 import jinja2
@@ -12,7 +11,7 @@ from jinja2.bccache import Bucket
 
 from .. import __version__
 from ..config import config
-from ..private import make_private
+from ..private import make_private, write_whole
 
 
 class Bytecode(jinja2.BytecodeCache):
@@ -25,10 +24,7 @@ class Bytecode(jinja2.BytecodeCache):
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         with contextlib.suppress(OSError):
-            path = _path(bucket)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-                bucket.write_bytecode(file)
-            Path(file.name).replace(path)
+            write_whole(_path(bucket), bucket.bytecode_to_string())
 
 
 def _path(bucket: Bucket) -> Path:
