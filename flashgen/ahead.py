@@ -93,14 +93,14 @@ def begin(
     There, `keep(compiled)` says whether that is all a launch needs."""
     waiting = _waiting.get()
     waiting.append(functools.partial(_begin, kernel, arguments, options, keep))
-    if _identify().done():
+    if all(one.done() for one in _identify()):
         _begin_all(waiting)
 
 
 def _begin_all(waiting: list[Callable[[], None]]) -> None:
     """Compile what waits for Triton to know itself."""
-    if waiting:
-        _identify().result()
+    for one in _identify() if waiting else ():
+        one.result()
     while waiting:
         waiting.pop(0)()
 
@@ -135,22 +135,27 @@ def wait(kernel: Any) -> None:
 
 
 @functools.cache
-def _identify() -> Future[Any]:
-    """Read, in a thread, what Triton is: its cache asks for a hash of the whole library, which
+def _identify() -> tuple[Future[Any], ...]:
+    """Read, in threads, what Triton is: its cache asks for a hash of the whole library, which
     takes as long as all texts of a call."""
+    return tuple(_pool().submit(read) for read in (_read_library, _start_driver))
 
-    def read() -> None:
-        # Whatever is wrong here, compiling says so.
-        with contextlib.suppress(Exception):
-            from triton.compiler.compiler import make_backend
-            from triton.runtime import driver
-            from triton.runtime.cache import triton_key
 
-            # The driver is compiled, where the cache is empty; the backend asks for ptxas' version.
-            make_backend(driver.active.get_current_target()).hash()
-            triton_key()
+# Whatever is wrong in these two, compiling says so.
+def _read_library() -> None:
+    with contextlib.suppress(Exception):
+        from triton.runtime.cache import triton_key
 
-    return _pool().submit(read)
+        triton_key()
+
+
+def _start_driver() -> None:
+    """It is compiled, where the cache is empty; and the backend asks for ptxas' version."""
+    with contextlib.suppress(Exception):
+        from triton.compiler.compiler import make_backend
+        from triton.runtime import driver
+
+        make_backend(driver.active.get_current_target()).hash()
 
 
 @functools.cache

@@ -30,7 +30,8 @@ HEADS, LENGTH, DIM, WINDOW = 16, 4096, 128, 1000
 _CACHES = ("FLASHGEN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 # What calls import when they first need it.
 _MODULES = ("triton.language", "torch._dynamo", "torch._inductor.compile_fx", "flashgen.hopper")
-_MOST_ROUNDS = 3
+# No further round is begun that would not have ended in so many seconds.
+_PATIENT = 150.0
 # A process must not wait for ever where something hangs.
 _PATIENCE = 120.0
 
@@ -46,12 +47,15 @@ def title() -> str:
 
 
 def run(rounds: int) -> list[Row]:
-    """Rows of both sides, for empty caches and for full ones: medians of `rounds`, of which there
-    are a few at most, as each starts four processes."""
+    """Rows of both sides, for empty caches and for full ones: medians of `rounds`, or of fewer
+    where those would take minutes: each starts four processes."""
     if not torch.cuda.is_available():
         raise FlashgenError("there is no GPU", call="flashgen bench first", write="bench cpu")
     found: dict[str, dict[str, list[Times]]] = {name: {} for name in (EMPTY, FULL)}
-    for _ in range(min(rounds, _MOST_ROUNDS)):
+    start = time.monotonic()
+    for number in range(rounds):
+        if number and (time.monotonic() - start) * (number + 1) / number > _PATIENT:
+            break
         for side in SIDES:
             with tempfile.TemporaryDirectory() as folder:
                 for name in found:
