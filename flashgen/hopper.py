@@ -139,6 +139,13 @@ def wide_rows(columns: int) -> Any:
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns // 2])
 
 
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def quads() -> Any:
+    """[64, 4]: a number for each row and thread of an accumulator; a quad of threads has a row."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0]], lanes, [[16, 0], [32, 0]], [], [64, 4])
+
+
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -250,6 +257,47 @@ def lifted_max(s, lift):  # type: ignore[no-untyped-def]
     lift = gl.max(gl.max(lift.reshape(shape), 3), 1)
     most = gl.max(gl.max(s.reshape(shape), 3), 1)
     return gl.convert_layout(gl.max(most + lift, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def quad_sums(x):  # type: ignore[no-untyped-def]
+    """`own_sum` as [64, 4] numbers of `quads`."""
+    return gl.convert_layout(own_sum(x), quads())
+
+
+@gluon.jit
+def for_quads(x):  # type: ignore[no-untyped-def]
+    """A number of each row, for each thread that has some of it."""
+    return gl.convert_layout(x, gl.SliceLayout(1, quads()))[:, None]
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def name_verdict(number: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Before `any_beyond` is asked: a predicate for a partition's warps, by the partition's number.
+
+    Gluon has no way from a tensor to each warp's own truth value."""
+    gl.inline_asm_elementwise(
+        f".reg .pred beyond{number}; mov.u32 $0, 0;", "=r,r", [0], gl.int32, False, 1
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def any_beyond(x, limit, number: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a thread of this warp has a number of [64, 4] that is above its limit, or a NaN.
+
+    Warps may disagree: behind it, they must not wait for each other."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred one, other; setp.gtu.f32 one, $2, $4; setp.gtu.f32 other, $3, $5;"
+        f" or.pred one, one, other; vote.sync.any.pred beyond{number}, one, -1;"
+        " mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,f,f,f,f",
+        [x, limit],
+        gl.int32,
+        False,
+        2,
+    )
+    text: gl.constexpr = f"selp.b32 $0, 1, 0, beyond{number};"
+    return gl.inline_asm_elementwise(text, "=r,r", [0], gl.int32, False, 1) != 0
 
 
 @gluon.jit

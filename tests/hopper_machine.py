@@ -409,6 +409,10 @@ class Machine:
             own_sum=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
             sum_of_warps=lambda x: x.sum(1).view(4, 16).sum(1),
             lifted_max=lambda s, lift: (s + lift).amax(1),
+            quads=lambda: None, quad_sums=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
+            for_quads=lambda x: x[:, None],
+            name_verdict=lambda number: None,
+            any_beyond=lambda x, limit, number: not bool((x <= limit).all()),
             opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

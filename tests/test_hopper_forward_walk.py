@@ -101,8 +101,11 @@ def check(
 def test_lengths(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], dims: tuple[int, int]
 ) -> None:
+    """Later keys are longer: weights outgrow what tiles before were weighed with."""
     tensors = inputs(1, 1, 1, *lengths, *dims)
+    tensors[1] *= torch.linspace(0.1, 12, lengths[1])[:, None].half()
     check(monkeypatch, fg.Attention(masks.causal), tensors)
+    check(monkeypatch, fg.Attention(), tensors)
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 64)], ids=str)

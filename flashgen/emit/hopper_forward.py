@@ -243,6 +243,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
+            trusting=groups == 2 and not full_score(spec, score.lowered),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )

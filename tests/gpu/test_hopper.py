@@ -64,6 +64,20 @@ def test_strides_and_shapes_of_tiles(
     check_against_sdpa(hopper(attend), tensors, causal(S, S), schedule=schedule)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_maxima_that_come_late(head_dim: int, dtype: torch.dtype, nan_filled_empty: None) -> None:
+    """Weights outgrow what tiles before were weighed with: later keys are longer, of some heads."""
+    S = 1100
+    q, k, v = inputs(2, 4, 4, S, S, head_dim, head_dim, dtype)
+    growth = torch.linspace(0.1, 12, S, device="cuda")[:, None].to(dtype)
+    k[:, ::2] *= growth
+    k[:, 1] *= growth.flip(0)
+    everything = torch.ones(S, S, dtype=torch.bool, device="cuda")
+    check_against_sdpa(hopper(fg.Attention()), [q, k, v], everything)
+    check_against_sdpa(hopper(fg.Attention(mask=masks.causal)), [q, k, v], causal(S, S))
+
+
 def test_gradients_of_tall_tiles() -> None:
     """Which both directions take."""
     S = 700

@@ -205,6 +205,7 @@ def finish(
     BLOCK_M: gl.constexpr,
 ):
     """Outputs and LSE of 64 rows."""
+    l = gl.convert_layout(gl.sum(l, 1), ROW)
     row = block * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
@@ -239,10 +240,11 @@ def consume(
     DTYPE: gl.constexpr = q0_desc.dtype
     columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
     m = gl.full([64], float("-inf"), FLOAT, ROW)
-    l = gl.zeros([64], FLOAT, ROW)
+    l = gl.zeros([64, 4], FLOAT, hopper.quads())
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-    turn = 0
+    slot = 0
+    parity = 0
     round = 0
     last_block = -1
     last_b = 0
@@ -261,8 +263,7 @@ def consume(
         share = hopper.read(notes.index(own * 8 + 6))
         goes_on = block >= 0
         q0 = q0_tiles.index(own).reshape([64, 128]).load(hopper.operand(BLOCK_N))
-        slot = turn % STAGES
-        hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+        hopper.mbarrier.wait(ready.index(slot), parity)
         s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
         s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
@@ -291,7 +292,7 @@ def consume(
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
         first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
         m = gl.full([64], float("-inf"), FLOAT, ROW)
-        l = gl.zeros([64], FLOAT, ROW)
+        l = gl.zeros([64, 4], FLOAT, hopper.quads())
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
         kv_idx = hopper.place_keys(first_key, columns)
         s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
@@ -301,15 +302,16 @@ def consume(
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         p = gl.exp2(s * scale_log2 - m_safe[:, None])
         alpha = gl.exp2(m - m_safe)
-        l = l * alpha + gl.sum(p, 1)
+        l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
         m = m_new
         p = hopper.pack(p, DTYPE)
-        turn += 1
+        slot += 1
+        parity = gl.where(slot == STAGES, parity ^ 1, parity)
+        slot = gl.where(slot == STAGES, 0, slot)
 
         # Tiles that the mask cuts.
         for _ in range(first_masked, masked_tiles):
-            slot = turn % STAGES
-            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            hopper.mbarrier.wait(ready.index(slot), parity)
             s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
@@ -325,18 +327,19 @@ def consume(
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(s * scale_log2 - m_safe[:, None])
             alpha = gl.exp2(m - m_safe)
-            l = l * alpha + gl.sum(p, 1)
+            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
             m = m_new
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
             acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-            turn += 1
+            slot += 1
+            parity = gl.where(slot == STAGES, parity ^ 1, parity)
+            slot = gl.where(slot == STAGES, 0, slot)
 
         # Tiles whose every pair attends.
         for _ in range(first_full, full_tiles):
-            slot = turn % STAGES
-            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            hopper.mbarrier.wait(ready.index(slot), parity)
             s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
@@ -350,13 +353,15 @@ def consume(
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(s * scale_log2 - m_safe[:, None])
             alpha = gl.exp2(m - m_safe)
-            l = l * alpha + gl.sum(p, 1)
+            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
             m = m_new
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
             acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-            turn += 1
+            slot += 1
+            parity = gl.where(slot == STAGES, parity ^ 1, parity)
+            slot = gl.where(slot == STAGES, 0, slot)
 
         last_block = block
         last_b = b

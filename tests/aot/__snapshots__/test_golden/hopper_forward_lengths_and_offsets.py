@@ -211,6 +211,7 @@ def finish(
     BLOCK_M: gl.constexpr,
 ):
     """Outputs and LSE of 64 rows."""
+    l = gl.convert_layout(gl.sum(l, 1), ROW)
     row = block * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
@@ -245,10 +246,12 @@ def consume(
     DTYPE: gl.constexpr = q0_desc.dtype
     columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
     m = gl.full([64], float("-inf"), FLOAT, ROW)
-    l = gl.zeros([64], FLOAT, ROW)
+    l = gl.zeros([64, 4], FLOAT, hopper.quads())
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-    turn = 0
+    hopper.name_verdict(HALF)
+    slot = 0
+    parity = 0
     round = 0
     last_block = -1
     last_b = 0
@@ -267,8 +270,7 @@ def consume(
         share = hopper.read(notes.index(own * 8 + 6))
         goes_on = block >= 0
         q0 = q0_tiles.index(own).reshape([64, 128]).load(hopper.operand(BLOCK_N))
-        slot = turn % STAGES
-        hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+        hopper.mbarrier.wait(ready.index(slot), parity)
         s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
         s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
@@ -296,7 +298,7 @@ def consume(
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
         first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
         m = gl.full([64], float("-inf"), FLOAT, ROW)
-        l = gl.zeros([64], FLOAT, ROW)
+        l = gl.zeros([64, 4], FLOAT, hopper.quads())
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
         kv_idx = hopper.place_keys(first_key, columns)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
@@ -305,15 +307,16 @@ def consume(
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         p = gl.exp2(s * scale_log2 - m_safe[:, None])
         alpha = gl.exp2(m - m_safe)
-        l = l * alpha + gl.sum(p, 1)
+        l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
         m = m_new
         p = hopper.pack(p, DTYPE)
-        turn += 1
+        slot += 1
+        parity = gl.where(slot == STAGES, parity ^ 1, parity)
+        slot = gl.where(slot == STAGES, 0, slot)
         if ragged_tiles > 0:
             # Values beyond this sequence's length are anything; all warpgroups write the same
             # zeros.
-            slot = turn % STAGES
-            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            hopper.mbarrier.wait(ready.index(slot), parity)
             clear_rows(
                 v0_tiles.index(slot).reshape([BLOCK_N, 128]), kv_len - first_key, BLOCK_N, 128
             )
@@ -322,8 +325,7 @@ def consume(
 
         # Tiles that the mask cuts.
         for _ in range(first_masked, masked_tiles):
-            slot = turn % STAGES
-            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            hopper.mbarrier.wait(ready.index(slot), parity)
             s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
@@ -338,35 +340,50 @@ def consume(
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
             p = gl.exp2(s * scale_log2 - m_safe[:, None])
             alpha = gl.exp2(m - m_safe)
-            l = l * alpha + gl.sum(p, 1)
+            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
             m = m_new
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
             acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-            turn += 1
+            slot += 1
+            parity = gl.where(slot == STAGES, parity ^ 1, parity)
+            slot = gl.where(slot == STAGES, 0, slot)
 
         # Tiles whose every pair attends.
         for _ in range(first_full, full_tiles):
-            slot = turn % STAGES
-            hopper.mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            hopper.mbarrier.wait(ready.index(slot), parity)
             s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            m_safe = m_new
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
-            alpha = gl.exp2(m - m_safe)
-            l = l * alpha + gl.sum(p, 1)
-            m = m_new
+            # With the maximum so far: nothing has to be found out before the exponentials, and
+            #     nothing is
+            # scaled. Where the weights may be large, or outweigh what was there, once more with
+            #     their own.
+            p = gl.exp2(s * scale_log2 - m[:, None])
+            sums = hopper.quad_sums(p)
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
-            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
-            turn += 1
+            limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
+            if hopper.any_beyond(sums, limit, HALF):
+                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+                weights = gl.exp2(s * scale_log2 - m_new[:, None])
+                p = hopper.pack(weights, DTYPE)
+                sums = hopper.quad_sums(weights)
+                alpha = gl.exp2(m - m_new)
+                l *= hopper.for_quads(alpha)
+                acc0 *= gl.convert_layout(
+                    alpha, gl.SliceLayout(1, hopper.accumulator(128))
+                )[:, None]
+                m = m_new
+            l += sums
+            slot += 1
+            parity = gl.where(slot == STAGES, parity ^ 1, parity)
+            slot = gl.where(slot == STAGES, 0, slot)
 
         last_block = block
         last_b = b
