@@ -70,6 +70,11 @@ def walk(
         "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.sum_width(q.shape[-1])),
     }  # fmt: skip
     if packing is not None:
+        # Rows behind a sequence's last step belong to nobody: neither cleared nor read.
+        b = torch.as_tensor(schedule.q_sequences).long().repeat_interleave(tile)
+        row = torch.arange(padded) - packing.first_rows(tile)[b] * tile
+        is_behind = row >= -(-packing.q_lens[b] // 64) * 64
+        values["dq_sum_ptr"][:, :, is_behind] = torch.nan
         queued = {"queue_ptr": schedule.queue(by_key=True), "total_kv": packing.total_kv}
         values |= {**queued, "q_sequences_ptr": schedule.q_sequences}
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])

@@ -258,6 +258,7 @@ def _arguments(
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
     if variant.packed:
         attention += ["grad_k_ptr", "grad_v_ptr", *_strides("dk", "dv"), "queue_ptr"]
+        attention += ["states", "kv_tiles: tl.int32"]
     else:
         attention += ["items: tl.int32"]
     extent = "kv_rows: tl.int32" if variant.packed else "capacity: tl.int32"
