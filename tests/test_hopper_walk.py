@@ -247,6 +247,7 @@ PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
         ("full", 4, 40, 128),
         pytest.param("full", 2, 128, 128, marks=pytest.mark.slow),
         ("data", 4, 64, 192),
+        ("data", 2, 192, 128),
     ],
 )
 def test_packed(

@@ -59,10 +59,6 @@ def obstacle(
     block_n = keys_of(*head_dims)
     if block_size[0] % BLOCK_M or block_size[1] % block_n:
         return f"tiles of {block_size[0]} x {block_size[1]} hold no {BLOCK_M} x {block_n}"
-    if geometry.packing is not None and max(head_dims) > 128:
-        return f"packed sequences have no head dimension of {max(head_dims)} there"
-    if geometry.packing is not None and block_size[1] != block_n:
-        return f"packed tiles of {block_size[1]} keys aren't {block_n}"
     if scale == 0:
         return "it divides by the scale, which is 0"
     if ignores_score(bound.spec):
@@ -178,7 +174,7 @@ def _backward(
     blocks, batch = math.ceil(geometry.kv_len / block_n), geometry.batch
     if geometry.packing is not None:
         # At most; only the device knows how many of them hold keys.
-        blocks, batch = values["kv_rows"], 1
+        blocks, batch = values["kv_rows"] * (block_size[1] // block_n), 1
     items = blocks * batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.values}
     side = steps.side(_bytes_of_head(values, variant), batch * geometry.heads)
@@ -194,7 +190,7 @@ def _backward(
     if geometry.group > 1:
         programs = math.ceil(geometry.kv_len / 64) * geometry.batch * geometry.kv_heads
         if geometry.packing is not None:
-            programs = blocks * (block_n // 64) * geometry.kv_heads
+            programs = values["kv_rows"] * (block_size[1] // 64) * geometry.kv_heads
         constants = {"BLOCK_N": block_n, "TILE_N": block_size[1]}
         launch(module.finish_keys, made.keys, values, constants, _FINISH, programs)
     return {"q": sums.spoilt_q, "kv": sums.spoilt_kv}
@@ -271,7 +267,9 @@ class _Sums:
             # Whole blocks of keys, those beyond the last one too.
             dims = (variant.head_dim, variant.v_head_dim)
             block_n = keys_of(*dims)
-            blocks = -(-geometry.kv_len // block_n) if geometry.packing is None else kv_tiles
+            blocks = -(-geometry.kv_len // block_n)
+            if geometry.packing is not None:
+                blocks = kv_tiles * (block_size[1] // block_n)
             rows, widths = batch * geometry.kv_heads * blocks * block_n, map(sum_width, dims)
             self.k, self.v = (torch.zeros(rows, width, device=device) for width in widths)
         self.values |= {

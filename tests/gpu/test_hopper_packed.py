@@ -65,6 +65,8 @@ def test_outputs(
         ("causal", (64, 64), torch.float16),
         ("window", (80, 64), BF16),
         ("full", (96, 96), BF16),
+        ("causal", (192, 128), BF16),
+        ("window", (256, 256), torch.float16),
     ],
     ids=str,
 )

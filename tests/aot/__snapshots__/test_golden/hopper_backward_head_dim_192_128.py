@@ -191,11 +191,11 @@ def weigh(
     mbarrier.wait(keys_here, 0)
     item = hopper.read(work.index(0))
     while item < items:
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
+        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
-        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         first_key = block * BLOCK_N
-        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         dq_places += 0 + quad_offsets(128)
         keys = k.index(0).reshape([BLOCK_N, 256])
         values = v.index(0).reshape([BLOCK_N, 128])
@@ -332,6 +332,7 @@ def weigh(
 
             # The last weights are taken, and so values are read no more.
             hopper.sync_at(TAKEN)
+        place = [b, h_kv, first_key, 0]
         key_line = b * (heads // group) + h_kv
         key_row = (key_line.to(gl.int64) * blocks + block) * BLOCK_N
         spoilt_ptr = (
@@ -349,7 +350,7 @@ def weigh(
         if not SHARED_HEADS:
             fence_async_shared()
             hopper.barrier()
-            hopper.store_tile(own_tiles, [b, h_kv, first_key, 0], v.index(0))
+            hopper.store_tile(own_tiles, place, v.index(0))
             hopper.wait_stores(0)
             hopper.barrier()
         mbarrier.arrive(keys_free, count=1)
@@ -391,11 +392,11 @@ def pull(
     mbarrier.wait(keys_here, 0)
     item = hopper.read(work.index(0))
     while item < items:
+        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
+        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         masked_end = past + hopper.read(work.index(1))
         end = masked_end + hopper.read(work.index(2))
-        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         first_key = block * BLOCK_N
-        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
         dq_places += 8192 + quad_offsets(64)
         keys = k.index(0).reshape([BLOCK_N, 256])
         values = v.index(0).reshape([BLOCK_N, 128])
@@ -504,6 +505,7 @@ def pull(
             # The other warpgroup has read ds of the last two steps: keys are read no more.
             hopper.sync_at(DS_FREE)
             hopper.sync_at(DS_FREE + 1)
+        place = [b, h_kv, first_key, 0]
         key_line = b * (heads // group) + h_kv
         key_row = (key_line.to(gl.int64) * blocks + block) * BLOCK_N
         spoilt_ptr = (
@@ -526,7 +528,7 @@ def pull(
         if not SHARED_HEADS:
             fence_async_shared()
             hopper.barrier()
-            hopper.store_tile(own_tiles, [b, h_kv, first_key, 0], k.index(0))
+            hopper.store_tile(own_tiles, place, k.index(0))
             hopper.wait_stores(0)
             hopper.barrier()
         mbarrier.arrive(keys_free, count=1)
