@@ -256,7 +256,11 @@ def _queueing(parts: tuple[str, ...]) -> Any:
 
 
 def queue(
-    counts: torch.Tensor, packing: Packing, block: tuple[int, int], by_key: bool = False
+    counts: torch.Tensor,
+    packing: Packing,
+    block: tuple[int, int],
+    by_key: bool = False,
+    late_first: bool = False,
 ) -> torch.Tensor:
     """`schedule.queue` by a kernel; what follows the rows that hold a tile is anything."""
     rows, sides = counts.shape[2], (packing.cu_q, packing.cu_kv)
@@ -268,7 +272,8 @@ def queue(
     }  # fmt: skip
     programs = -(-rows // _COMPARED)
     kernel, names = _queueing(key_parts()), queueing().arguments
-    launch(kernel, names, values, {"BLOCK": _COMPARED}, _TILING, programs)
+    constants = {"LATE_FIRST": late_first, "BLOCK": _COMPARED}
+    launch(kernel, names, values, constants, _TILING, programs)
     return found
 
 

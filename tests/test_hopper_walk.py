@@ -75,8 +75,9 @@ def walk(
         row = torch.arange(padded) - packing.first_rows(tile)[b] * tile
         is_behind = row >= -(-packing.q_lens[b] // 64) * 64
         values["dq_sum_ptr"][:, :, is_behind] = torch.nan
-        queued = {"queue_ptr": schedule.queue(by_key=True), "total_kv": packing.total_kv}
+        queued = {"queue_ptr": schedule.queue(True, ordered), "total_kv": packing.total_kv}
         values |= {**queued, "q_sequences_ptr": schedule.q_sequences}
+        values["kv_sequences_ptr"] = schedule.kv_sequences
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     spelled = dict(zip(call.bound.tensors, bound.tensors, strict=True))
     wanted = replace(wanted, data=tuple(spelled[name] for name in wanted.data))
@@ -240,18 +241,23 @@ PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_heads", "head_dim", "tile"),
+    ("name", "kv_heads", "head_dim", "tile", "ordered"),
     [
-        ("causal", 2, 64, 192),
-        pytest.param("causal", 4, 128, 128, marks=pytest.mark.slow),
-        ("full", 4, 40, 128),
-        pytest.param("full", 2, 128, 128, marks=pytest.mark.slow),
-        ("data", 4, 64, 192),
-        ("data", 2, 192, 128),
+        ("causal", 2, 64, 192, True),
+        pytest.param("causal", 4, 128, 128, False, marks=pytest.mark.slow),
+        ("full", 4, 40, 128, False),
+        pytest.param("full", 2, 128, 128, True, marks=pytest.mark.slow),
+        ("data", 4, 64, 192, False),
+        ("data", 2, 192, 128, True),
     ],
 )
 def test_packed(
-    monkeypatch: pytest.MonkeyPatch, name: str, kv_heads: int, head_dim: int, tile: int
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kv_heads: int,
+    head_dim: int,
+    tile: int,
+    ordered: bool,
 ) -> None:
     """Sequences of all lengths, and rows behind the last one: zeros."""
     attend, data = PACKED[name]
@@ -261,7 +267,7 @@ def test_packed(
     behind[0][-3:] = 1.0
     tensors = [x.requires_grad_() for x in behind]
     grad = torch.randn_like(tensors[0])
-    check(monkeypatch, attend, tensors, grad, tile=tile, **data, **places)
+    check(monkeypatch, attend, tensors, grad, tile=tile, ordered=ordered, **data, **places)
 
 
 def test_packed_neighbours_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:

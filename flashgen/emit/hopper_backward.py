@@ -74,7 +74,8 @@ def hopper_backward(
     `ordered`: what blocks of keys add up in memory they add in an order that is fixed."""
     math = _math(spec, variant, wanted)
     attention, queries, keys = _arguments(spec, variant, ordered, wanted)
-    arguments = (attention, queries, keys, *([_ORDER] if ordered else []))
+    order = (_PACKED_ORDER if variant.packed else _ORDER) if ordered else []
+    arguments = (attention, queries, keys, order)
     has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
     text = (
         environment()
@@ -85,7 +86,7 @@ def hopper_backward(
             attention=attention,
             finish_queries=queries,
             finish_keys=keys,
-            order_visits=_ORDER,
+            order_visits=order,
             unspecialized=[_typed(each) for each in arguments],
             unaligned=unaligned_pointers(attention, spec),
             data=[*map(bare, data_arguments(spec, variant)), *_gradients(wanted)],
@@ -131,7 +132,7 @@ def hopper_backward(
     name = f"{name}{variant.suffix}_{ending}"
     return Module(
         name, tidy(text), _names(attention), _names(queries), _names(keys),
-        _names(_ORDER if ordered else []), query_bytes,
+        _names(order), query_bytes,
     )  # fmt: skip
 
 
@@ -230,7 +231,10 @@ _DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dk", "dv")
 
 
 _ORDER = ["states", "counts", "masked_runs", "ranks", "visits"]
-_ORDER += [f"{name}: tl.int32" for name in ("q_rows", "kv_rows", "masked_width", "capacity")]
+_ORDER += ["q_rows: tl.int32", "kv_rows: tl.int32", "kv_tiles: tl.int32", "most_visits: tl.int32"]
+_ORDER += ["masked_width: tl.int32", "capacity: tl.int32"]
+_PLACES = ["cu_seqlens_q_ptr", "cu_seqlens_kv_ptr"]
+_PACKED_ORDER = [*_ORDER, "q_sequences_ptr", "kv_sequences_ptr", *_PLACES]
 
 
 def _positions(variant: Variant) -> list[str]:
@@ -252,7 +256,8 @@ def _arguments(
 ) -> tuple[list[str], list[str], list[str]]:
     attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr", "next_item_ptr"]
     attention += _gradients(wanted)
-    attention += ["row_turns_ptr", "key_turns_ptr", "visits", "ranks"] if ordered else []
+    if ordered:
+        attention += ["row_turns_ptr", "key_turns_ptr", "visits", "ranks", "most_visits: tl.int32"]
     attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]

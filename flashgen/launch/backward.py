@@ -45,7 +45,7 @@ def backward(
     added = _added(saved, kernels, bound, geometry, schedule) if hopper else NO_DATA
     rest = tuple(n for n in kernels.data if n not in added.data or n in added.far)
     on_hopper = hopper and not _obstacle_to_hopper(
-        saved, rest, bound, geometry, schedule, scale, dropout is not None, deterministic
+        saved, rest, bound, geometry, schedule, scale, dropout is not None
     )
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
@@ -98,14 +98,13 @@ def _obstacle_to_hopper(
     schedule: Schedule,
     scale: float,
     dropout: bool,
-    ordered: bool,
 ) -> str:
     if geometry.packing is not None and rest:
         return "portable kernels compute gradients of packed sequences' data along with the others"
     dims = (saved.q.shape[-1], saved.v.shape[-1])
     size = schedule.block_size
     problem = launch_hopper_backward.obstacle(
-        bound, geometry, dims, saved.q.dtype, size, scale, dropout, ordered
+        bound, geometry, dims, saved.q.dtype, size, scale, dropout
     )
     tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -179,8 +179,9 @@ class Run:
         values = {**self.values, **key_schedule(self.schedule)}
         values |= {f"grad_{name}_ptr": grads.data[name] for name in of_data.data}
         if (packing := self.geometry.packing) is not None:
-            values["queue_ptr"] = self.schedule.queue(by_key=True)
+            values["queue_ptr"] = self.schedule.queue(by_key=True, late_first=ordered)
             values["q_sequences_ptr"] = self.schedule.q_sequences
+            values["kv_sequences_ptr"] = self.schedule.kv_sequences
             values["total_kv"] = packing.total_kv
         self.spoilt = launch_hopper_backward.backward(
             self.spec,

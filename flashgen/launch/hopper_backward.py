@@ -39,15 +39,10 @@ def obstacle(
     block_size: tuple[int, int],
     scale: float,
     dropout: bool = False,
-    ordered: bool = False,
 ) -> str:
-    """Why the portable backward runs instead; empty where Hopper's does.
-
-    `ordered`: sums must have a fixed order."""
+    """Why the portable backward runs instead; empty where Hopper's does."""
     if geometry.pages is not None:
         return "it reads no pages"
-    if geometry.packing is not None and ordered:
-        return "it adds up gradients of packed sequences in no fixed order"
     if dropout:
         return "it drops no weights"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -213,18 +208,25 @@ def _order_visits(
 ) -> dict[str, torch.Tensor]:
     """Which block of keys adds when to each row of queries, and the counters of these turns."""
     batch, heads, q_tiles, kv_tiles = values["states"].shape
-    device = geometry.device
+    kv_rows, most, device = values["kv_rows"], q_tiles, geometry.device
+    if geometry.packing is not None:
+        most = math.ceil(geometry.q_len / block_size[0])
     ranks = torch.empty(batch, heads, q_tiles, kv_tiles, dtype=torch.int32, device=device)
-    visits = torch.empty(batch, heads, kv_tiles, q_tiles + 1, dtype=torch.int32, device=device)
-    values = {**values, "ranks": ranks, "visits": visits, "q_rows": q_tiles, "kv_rows": kv_tiles}
-    constants = {"BLOCK_N": block_n, "TILE_N": block_size[1], "CHUNK": 128}
-    programs = batch * heads * (q_tiles + kv_tiles)
+    visits = torch.empty(batch, heads, kv_rows, most + 1, dtype=torch.int32, device=device)
+    values = {**values, "ranks": ranks, "visits": visits, "q_rows": q_tiles, "most_visits": most}
+    constants = {
+        "BLOCK_N": block_n, "TILE_M": block_size[0], "TILE_N": block_size[1], "CHUNK": 128
+    }  # fmt: skip
+    programs = batch * heads * (q_tiles + kv_rows)
     launch(module.order_visits, made.order, values, constants, _ORDER, programs)
-    rows = geometry.batch * geometry.heads * (values["padded_len"] // BLOCK_M)
-    blocks = geometry.batch * geometry.kv_heads * math.ceil(geometry.kv_len / block_n)
-    row_turns, key_turns = _counters(device, (rows,), (blocks,))
+    lines, blocks = geometry.batch, math.ceil(geometry.kv_len / block_n)
+    if geometry.packing is not None:
+        lines, blocks = 1, kv_rows * (block_size[1] // block_n)
+    rows = geometry.heads * (values["padded_len"] // BLOCK_M)
+    row_turns, key_turns = _counters(device, (lines * rows,), (lines * geometry.kv_heads * blocks,))
     return {
-        "ranks": ranks, "visits": visits, "row_turns_ptr": row_turns, "key_turns_ptr": key_turns
+        "ranks": ranks, "visits": visits, "most_visits": most,
+        "row_turns_ptr": row_turns, "key_turns_ptr": key_turns,
     }  # fmt: skip
 
 

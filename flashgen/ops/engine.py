@@ -173,7 +173,7 @@ class Kernels:
             of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
             return grads.q, grads.k, grads.v, grads.sinks, *of_data
 
-        read, layout = self._schedule.read_by(by_key=True, hopper=self._hopper)
+        read, layout = self._schedule.read_by(by_key=True, hopper=hopper, ordered=deterministic)
         # What was saved may have been put elsewhere in between.
         others = (*saved, sinks, *data)
         tensors = (*self.geometry.tensors, *read)

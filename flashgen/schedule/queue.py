@@ -13,13 +13,18 @@ COLUMNS = 8
 
 
 def queue(
-    counts: torch.Tensor, packing: Packing, block: tuple[int, int], by_key: bool = False
+    counts: torch.Tensor,
+    packing: Packing,
+    block: tuple[int, int],
+    by_key: bool = False,
+    late_first: bool = False,
 ) -> torch.Tensor:
     """int32 [rows + 1, COLUMNS] on the CPU: how many rows hold a tile, then what these are.
 
     `counts` [1, H|1, rows, 3] of the runs along rows of queries, or of keys. Sequences whose other
-    side is longest come first, as their rows may be long, and within one the longest rows; rows of
-    a sequence stay together, so that what they share is read from memory once."""
+    side is longest come first, as their rows may be long, and within one the longest rows, or with
+    `late_first` the last ones; rows of a sequence stay together, so that what they share is read
+    from memory once."""
     assert packing.cu_kv is not None
     own, other = packing.cu_q, packing.cu_kv
     if by_key:
@@ -30,7 +35,7 @@ def queue(
     sequences, tiles = (x.tolist() for x in packing.tiles(block[by_key], by_key))
     other_rows = packing.first_rows(block[not by_key], not by_key).tolist()
     alive = [
-        (-other_lens[b], b, -work[row], row)
+        (-other_lens[b], b, -(tile if late_first else work[row]), row)
         for row, (b, tile) in enumerate(zip(sequences, tiles, strict=True))
         if tile * block[by_key] < lens[b]
     ]

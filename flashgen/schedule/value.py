@@ -133,21 +133,24 @@ class Schedule:
         """What planning made: the states, and on a GPU the runs along the rows."""
         return (self.states,) if self._kv_runs is None else (self.states, *self._kv_runs.tensors)
 
-    def read_by(self, *, by_key: bool = False, hopper: bool = False) -> tuple[Any, str]:
+    def read_by(
+        self, *, by_key: bool = False, hopper: bool = False, ordered: bool = False
+    ) -> tuple[Any, str]:
         """What kernels read of it, and how that is laid out; `by_key`: also along the columns;
-        `hopper`: Hopper's own."""
+        `hopper`: Hopper's own, with sums that are `ordered`."""
         queued = hopper and self.packing is not None and self.packing.cu_kv is not None
-        name = f"read {by_key} {queued}"
-        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, queued))
+        late_first = queued and ordered
+        name = f"read {by_key} {queued} {late_first}"
+        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, queued, late_first))
         return made
 
-    def _read_by(self, by_key: bool, queued: bool) -> tuple[Any, str]:
+    def _read_by(self, by_key: bool, queued: bool, late_first: bool) -> tuple[Any, str]:
         found = [self.states, self.q_sequences, *self.kv_runs.tensors]
         found += [x for made in self.ranges for x in (made.range, made.order)]
         if by_key:
             found += [self.kv_sequences, *self.q_runs.tensors]
         if queued:
-            found += [self.queue(by_key=key) for key in (False, True)[: 1 + by_key]]
+            found += [self.queue(), *([self.queue(True, late_first)] if by_key else [])]
         return tuple(found), f"{self.block_size} {layouts_of(*found)}"
 
     def read_by_decoding(self, group: int) -> tuple[Any, str]:
@@ -234,26 +237,28 @@ class Schedule:
         ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
         return compact(columns, ragged, by_key=True)
 
-    def queue(self, by_key: bool = False) -> torch.Tensor:
+    def queue(self, by_key: bool = False, late_first: bool = False) -> torch.Tensor:
         """Packed: rows of tiles in the order in which programs of Hopper's kernels take them, as
         `schedule.queue` has them; `by_key`: of key tiles. Made once."""
-        made: torch.Tensor = self._kept(f"queue {by_key}", lambda: self._queue(by_key))
+        name = f"queue {by_key} {late_first}"
+        made: torch.Tensor = self._kept(name, lambda: self._queue(by_key, late_first))
         return made
 
-    def _queue(self, by_key: bool) -> torch.Tensor:
+    def _queue(self, by_key: bool, late_first: bool) -> torch.Tensor:
         packing, runs = self.packing, self.q_runs if by_key else self.kv_runs
         assert packing is not None
         if self.device.type == "cpu":
-            return queue(runs.counts, packing.with_keys(self.kv_lens), self.block_size, by_key)
+            lying = packing.with_keys(self.kv_lens)
+            return queue(runs.counts, lying, self.block_size, by_key, late_first)
         from ..plan import queue as queue_on_device
 
         sequences = self.kv_sequences if by_key else self.q_sequences
         tensors = [runs.counts, sequences, *packing.starts, self.kv_lens]
-        key = ("queue", self.block_size, by_key)
+        key = ("queue", self.block_size, by_key, late_first)
 
         def run() -> tuple[torch.Tensor, ...]:
             lying = packing.with_keys(self.kv_lens)
-            return (queue_on_device(runs.counts, lying, self.block_size, by_key),)
+            return (queue_on_device(runs.counts, lying, self.block_size, by_key, late_first),)
 
         return self._tapes.run(key, (), run, tensors)[0]  # type: ignore[no-any-return]
 

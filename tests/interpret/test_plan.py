@@ -189,8 +189,8 @@ def test_sizes_of_zero(sizes: tuple[int, ...]) -> None:
     assert (runs.counts == 0).all()
 
 
-@pytest.mark.parametrize("by_key", [False, True])
-def test_packed_rows_in_order(by_key: bool) -> None:
+@pytest.mark.parametrize(("by_key", "late_first"), [(False, False), (True, False), (True, True)])
+def test_packed_rows_in_order(by_key: bool, late_first: bool) -> None:
     """More than a program looks at together, and sequences without queries or keys."""
     sequences = Sequences.random([0, 700, 33, 5, 2500, 40], [9, 700, 0, 64, 1300, 41], 1, 1, 1)
     tensors, places = sequences.packed()
@@ -199,8 +199,8 @@ def test_packed_rows_in_order(by_key: bool) -> None:
     )
     packing, counts = made.packing, (made.q_runs if by_key else made.kv_runs).counts
     assert packing is not None
-    wanted = queue(counts, packing, made.block_size, by_key)
-    found = queue_by_kernel(counts, packing, made.block_size, by_key)
+    wanted = queue(counts, packing, made.block_size, by_key, late_first)
+    found = queue_by_kernel(counts, packing, made.block_size, by_key, late_first)
     rows = int(wanted[0, 0])
     lens = sequences.kv_lens if by_key else sequences.q_lens
     assert rows == sum(-(-n // 16) for n in lens)

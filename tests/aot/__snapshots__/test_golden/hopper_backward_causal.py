@@ -41,7 +41,7 @@ def load(
     q_here, grads_here, is_free, keys_here, keys_free,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
-    are_masked, turns, visits, ranks,
+    are_masked, turns, visits, ranks, most_visits,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):
@@ -57,12 +57,12 @@ def load(
         line = (b * heads + h) * padded_len
         grid = b * schedule_stride_b + h * schedule_stride_h
         schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
-        visits_row = visits + schedule_row * (padded_len // TILE_M + 1)
-        ranks_here = ranks + grid * (padded_len // TILE_M) * gl.cdiv(capacity, TILE_N)
-        ranks_here += block * BLOCK_N // TILE_N
+        visits_row = visits + schedule_row * (most_visits + 1)
+        blocks_here, tiles = blocks, gl.cdiv(capacity, TILE_N)
+        ranks_here = ranks + grid * (padded_len // TILE_M) * tiles + block * BLOCK_N // TILE_N
         # Blocks of one tile come one after the other, the last one first.
         last_of_tile = (block * BLOCK_N // TILE_N + 1) * (TILE_N // BLOCK_N) - 1
-        rank_in_tile = gl.minimum(last_of_tile, blocks - 1) - block
+        rank_in_tile = gl.minimum(last_of_tile, blocks_here - 1) - block
         masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
         full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
         mbarrier.wait(keys_free, number & 1 ^ 1)
@@ -80,7 +80,7 @@ def load(
         for turn in range(masked_steps + full_steps):
             step = visit // 2 * STEPS + turn % STEPS
             is_masked = visit % 2
-            rank = gl.load(ranks_here + visit // 2 * gl.cdiv(capacity, TILE_N))
+            rank = gl.load(ranks_here + visit // 2 * tiles)
             stage = past % STAGES
             mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
             past += 1
@@ -367,8 +367,10 @@ def attend(
 def keep_order(
     first_rows, turns, work, q_here, is_free, keys_here, keys_free,
     may_add, added, may_add_keys, added_keys,
-    row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, SHARED_HEADS: gl.constexpr,
+    row_turns_ptr, key_turns_ptr,
+    items, blocks, heads, group, side, padded_len,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
+    SHARED_HEADS: gl.constexpr,
 ):
     """A warp that tells the warpgroups when it is their turn to add to a row block's dQ, and the
     next program when they have."""
@@ -377,10 +379,11 @@ def keep_order(
     mbarrier.wait(keys_here, 0)
     item = hopper.read(work.index(0))
     while item < items:
-        end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
-        mbarrier.arrive(keys_free, count=1)
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
         row_turns = row_turns_ptr + (b * heads + h) * (padded_len // BLOCK_M)
+        key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
+        end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
+        mbarrier.arrive(keys_free, count=1)
         last_turn = row_turns
         for turn in range(past, end):
             stage = turn % STAGES
@@ -404,7 +407,6 @@ def keep_order(
             mbarrier.wait(added, end & 1 ^ 1)
             hopper.pass_turn(last_turn)
         if SHARED_HEADS:
-            key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
             hopper.await_turn(key_turn, h % group)
             mbarrier.arrive(may_add_keys, count=1)
             mbarrier.wait(added_keys, number & 1)
@@ -418,9 +420,9 @@ def keep_order(
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
-        "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width", "heads",
-        "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len", "q_offset",
-        "scale", "scale_log2"
+        "most_visits", "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width",
+        "heads", "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len",
+        "q_offset", "scale", "scale_log2"
     ],
     do_not_specialize_on_alignment=[],
 )
@@ -434,6 +436,7 @@ def attention_backward(
     key_turns_ptr,
     visits,
     ranks,
+    most_visits: gl.int32,
     counts,
     masked_runs,
     full_runs,
@@ -537,14 +540,15 @@ def attention_backward(
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
                 next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
-                are_masked, turns, visits, ranks,
+                are_masked, turns, visits, ranks, most_visits,
                 BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
             )),
             (keep_order, (
                 first_rows, turns, work, q_here, is_free, keys_here, keys_free,
                 may_add, added, may_add_keys, added_keys,
-                row_turns_ptr, key_turns_ptr, items, blocks, heads, group, side, padded_len,
-                BLOCK_M, STAGES, SHARED_HEADS,
+                row_turns_ptr, key_turns_ptr,
+                items, blocks, heads, group, side, padded_len,
+                BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS,
             )),
         ],
         [4, 1, 1],
@@ -560,8 +564,10 @@ def is_visited(state, tile, low, high):
 
 
 @triton.jit(
-    do_not_specialize=["q_rows", "kv_rows", "masked_width", "capacity"],
-    do_not_specialize_on_alignment=["q_rows", "kv_rows", "masked_width", "capacity"],
+    do_not_specialize=["q_rows", "kv_rows", "kv_tiles", "most_visits", "masked_width", "capacity"],
+    do_not_specialize_on_alignment=[
+        "q_rows", "kv_rows", "kv_tiles", "most_visits", "masked_width", "capacity"
+    ],
 )
 def order_visits(
     states,
@@ -571,9 +577,12 @@ def order_visits(
     visits,
     q_rows: tl.int32,
     kv_rows: tl.int32,
+    kv_tiles: tl.int32,
+    most_visits: tl.int32,
     masked_width: tl.int32,
     capacity: tl.int32,
     BLOCK_N: tl.constexpr,
+    TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -582,38 +591,41 @@ def order_visits(
     masked ones."""
     line = tl.program_id(0) % (q_rows + kv_rows)
     grid = (tl.program_id(0) // (q_rows + kv_rows)).to(tl.int64)
-    states += grid * q_rows * kv_rows
+    states += grid * q_rows * kv_tiles
     masked_runs += grid * kv_rows * (2 * masked_width)
     count = 0
     if line < q_rows:
-        for first in range(0, kv_rows, CHUNK):
-            tile = kv_rows - 1 - first - tl.arange(0, CHUNK)
+        row, tiles = line, kv_tiles
+        for first in range(0, tiles, CHUNK):
+            tile = tiles - 1 - first - tl.arange(0, CHUNK)
             inside = tile >= 0
             runs = masked_runs + tile.to(tl.int64) * (2 * masked_width)
             low = tl.load(runs, mask=inside, other=0)
             high = tl.load(runs + 1, mask=inside, other=0)
-            state = tl.load(states + line * kv_rows + tile, mask=inside, other=0)
+            state = tl.load(states + line * kv_tiles + tile, mask=inside, other=0)
             size = tl.minimum(
                 tl.cdiv(capacity, BLOCK_N) - tile * (TILE_N // BLOCK_N), TILE_N // BLOCK_N
             )
-            size = tl.where(inside & is_visited(state, line, low, high), size, 0)
+            size = tl.where(inside & is_visited(state, row, low, high), size, 0)
             before = count + tl.cumsum(size, 0) - size
-            tl.store(ranks + (grid * q_rows + line) * kv_rows + tile, before, mask=inside)
+            tl.store(ranks + (grid * q_rows + line) * kv_tiles + tile, before, mask=inside)
             count += tl.sum(size, 0)
     else:
         line -= q_rows
         low = tl.load(masked_runs + line * (2 * masked_width))
         high = tl.load(masked_runs + line * (2 * masked_width) + 1)
         has_full = tl.load(counts + 3 * (grid * kv_rows + line) + 1) > 0
-        for first in range(0, q_rows, CHUNK):
+        key_tile, tiles = line, q_rows
+        for first in range(0, tiles, CHUNK):
             tile = first + tl.arange(0, CHUNK)
-            inside = tile < q_rows
-            state = tl.load(states + tile * kv_rows + line, mask=inside, other=0)
+            inside = tile < tiles
+            state = tl.load(states + tile * kv_tiles + key_tile, mask=inside, other=0)
             is_full = (state == 2) & has_full & ~((low <= tile) & (tile < high))
             is_listed = inside & is_visited(state, tile, low, high)
             place = count + tl.cumsum(is_listed.to(tl.int32), 0) - 1
             visit = 2 * tile + (~is_full).to(tl.int32)
-            tl.store(visits + (grid * kv_rows + line) * (q_rows + 1) + place, visit, mask=is_listed)
+            to = visits + (grid * kv_rows + line) * (most_visits + 1) + place
+            tl.store(to, visit, mask=is_listed)
             count += tl.sum(is_listed.to(tl.int32), 0)
 
 
