@@ -322,7 +322,9 @@ def test_pages(
     stored.same(found, sequences.reference(SEEN[name]), 2e-3)
 
 
-@pytest.mark.parametrize("tile", [(128, 64), (192, 64)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [pytest.param((128, 64), marks=pytest.mark.slow), (192, 64)], ids=str
+)
 @pytest.mark.parametrize("numbers", [(2, 1, 64, 100), (3, 2, 1, 1)], ids=str)
 def test_shapes_that_tuning_tries(
     monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], tile: tuple[int, int]

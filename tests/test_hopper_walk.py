@@ -389,9 +389,11 @@ def test_derivatives_that_read_data_by_distance(monkeypatch: pytest.MonkeyPatch)
     check(monkeypatch, scaled, tensors, grad, table=torch.rand(2, 71), factor=factor)
 
 
-@pytest.mark.parametrize("steps", [Steps(2, 1, 1), Steps(3, 64, 2)], ids=str)
+@pytest.mark.parametrize(
+    "steps", [Steps(2, 1, 1), pytest.param(Steps(3, 64, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_steps_that_tuning_tries(monkeypatch: pytest.MonkeyPatch, steps: Steps) -> None:
     monkeypatch.setattr(launch_hopper_backward, "tuned", lambda *_: steps)
-    tensors, grad = inputs(1, 2, 1, 300, 260, 64, 64)
+    tensors, grad = inputs(1, 1, 1, 300, 140, 64, 64)
     ordered = steps.order == 2
     check(monkeypatch, fg.Attention(masks.causal), tensors, grad, ordered=ordered)
