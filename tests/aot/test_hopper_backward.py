@@ -49,7 +49,7 @@ def _placeholders(
         "dv_tiles": hopper.descriptor(rows, (64, v_width)),
     }
     counters = ("spoilt_kv_ptr", "next_item_ptr", "row_turns_ptr", "key_turns_ptr")
-    kinds = dict.fromkeys((*counters, "visits", "ranks"), torch.int32)
+    kinds = dict.fromkeys((*counters, "visits", "ranks"), torch.int32) | {"states": torch.int8}
     kinds |= dict.fromkeys(("dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr"), torch.float32)
     others = aot._placeholders(names, spec, torch.bfloat16, kinds)
     return [given.get(name, other) for name, other in zip(names, others, strict=True)]

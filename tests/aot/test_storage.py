@@ -114,10 +114,11 @@ def test_pages_elsewhere() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128])
-def test_hopper_backward(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "ordered"), [(64, False), (128, True), (192, True)])
+def test_hopper_backward(dim: int, ordered: bool) -> None:
     spec, variant = made_of("packed")
-    found = compile_hopper_backward(spec, replace(variant, head_dim=dim, v_head_dim=dim))
+    variant = replace(variant, head_dim=dim, v_head_dim=dim)
+    found = compile_hopper_backward(spec, variant, ordered=ordered)
     print(found)
     assert found.warnings == ()
     assert found.spills_in_loops() <= 20
