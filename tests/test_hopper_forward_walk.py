@@ -334,3 +334,25 @@ def test_shapes_that_tuning_tries(
     )
     attend = fg.Attention(masks.causal)
     check(monkeypatch, attend, inputs(1, 2, 1, 300, 400, 64, 64), tile=tile)
+
+
+@fg.attention(mask=masks.causal, sinks=True)
+def slanted(score, h, q_idx, kv_idx, slope: fg.Tensor):
+    return score + slope[h] * (kv_idx - q_idx)
+
+
+def test_scores_that_rise_with_the_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"slope": torch.tensor([0.5, -0.1]), "sinks": torch.randn(2), "scale": 0.3}
+    check(monkeypatch, slanted, inputs(2, 2, 1, 200, 300, 64, 64), tile=(192, 128), **data)
+
+
+@fg.attention(mask=masks.causal)
+def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
+    return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
+
+
+def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = inputs(1, 2, 1, 400, 420, 64, 64)
+    check(monkeypatch, biased, tensors, tile=(128, 64), table=torch.randn(2, 71))

@@ -29,10 +29,12 @@ from . import (
     lower_for,
     parts_of,
     scores_of,
+    slant_of,
     unaligned_pointers,
     used_in,
 )
 from .flags import without_flags
+from .level import OF_TILES, level_of, level_text
 from .mask_text import needed
 
 # How far keys are ahead of a row block's queries.
@@ -58,7 +60,7 @@ class Math:
 
 
 def lower_by_key(
-    expr: Expr | None,
+    given: Sequence[Expr],
     spec: Spec,
     variant: Variant,
     taken: frozenset[str],
@@ -70,9 +72,9 @@ def lower_by_key(
     In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
     loads are wide and few if each thread reads one key and what it read crosses over.
     `of_rows`: indices that a block's rows have of their own."""
-    exprs = () if expr is None else (with_distances(expr) if ahead else expr,)
+    exprs = [with_distances(expr) if ahead else expr for expr in given]
     stage_of = _stages(exprs, of_rows)
-    found = lower_for([*exprs], spec, variant, taken, stages=3, stage_of=stage_of, ahead=ahead)
+    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=stage_of, ahead=ahead)
     return Math(found, _read_of(found.statements[1], (*found.statements[2], *found.results)))
 
 
@@ -170,7 +172,7 @@ def _stages(exprs: Sequence[Expr], of_rows: frozenset[str]) -> Callable[[Expr], 
     def stage_of(node: Expr) -> int:
         if node in by_key:
             return 1
-        return 2 if "kv_idx" in leaves(node, "index") or leaves(node, "score") else 0
+        return 2 if leaves(node, "index") & ({"kv_idx"} | OF_TILES) or leaves(node, "score") else 0
 
     return stage_of
 
@@ -191,9 +193,14 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
-    score = lower_by_key(
-        next(iter(scores_of(spec)), None), spec, variant, mask.assigned, ahead=_AHEAD
-    )
+    slant, level = slant_of(spec), level_of(spec)
+    changed = scores_of(spec) if slant is None else [slant]
+    exprs = [*changed, *([level.at(changed[0]), level.test] if level else [])]
+    score = lower_by_key(exprs, spec, variant, mask.assigned, ahead=_AHEAD)
+    rise = () if slant is None else (f"rise = {score.lowered.results[0]} * by_scale",)
+    pairs = [across(line, score.crossing) for line in score.lines[2]]
+    texts = [across(text, score.crossing) for text in score.lowered.results]
+    level_lines = level_text(pairs, *texts[1:]) if level else None
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
     descriptors = _descriptors(q_parts, v_parts)
@@ -225,14 +232,16 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             offset=variant.offset,
             packed=variant.packed,
             key_storage=variant.keys,
-            row_lines=(*mask.row_lines, *score.lines[0]),
+            row_lines=(*mask.row_lines, *score.lines[0], *rise),
             mask=mask,
             score_key_lines=score.lines[1],
             score_crossing=score.crossing,
-            score_lines=[across(line, score.crossing) for line in score.lines[2]],
+            score_lines=needed(pairs, texts[:1]),
+            level=level_lines,
             of_lane=of_lane,
             has_mask=spec.mask is not None,
-            score=across(full_score(spec, score.lowered) or "", score.crossing),
+            score="" if slant else across(full_score(spec, score.lowered) or "", score.crossing),
+            slanted=slant is not None,
             is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
@@ -243,7 +252,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
-            trusting=groups == 2 and not full_score(spec, score.lowered),
+            trusting=groups == 2 and (slant is not None or spec.score is None),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )

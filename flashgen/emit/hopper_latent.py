@@ -34,9 +34,9 @@ _OF_ROWS = frozenset(("q_idx", "h"))
 def latent(spec: Spec, variant: Variant, command: str = "") -> Generated:
     """Hopper's kernel that attends with a split of latent rows."""
     assert spec.heads is not None
-    isolated = None if spec.mask is None else isolate(spec.mask)
+    isolated = [] if spec.mask is None else [isolate(spec.mask)]
     mask = lower_by_key(isolated, spec, variant, frozenset(), _OF_ROWS)
-    score = lower_by_key(next(iter(scores_of(spec)), None), spec, variant, mask.assigned, _OF_ROWS)
+    score = lower_by_key(scores_of(spec), spec, variant, mask.assigned, _OF_ROWS)
     helpers = called(spec, True, mask.lowered.helpers, score.lowered.helpers)
     lines = [line for made in (mask, score) for part in made.lines for line in part]
     lines += [*mask.lowered.results, *score.lowered.results]
