@@ -126,7 +126,7 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
     made = launch_hopper_backward.generate(spec, variant)
     default = launch_hopper_backward.default_steps(variant)
     what = launch.tuned_as(made.name, made.text, call.q.dtype)
-    steps = launch_hopper_backward.tuned(what, device, default, schedule.block_size)
+    steps = launch_hopper_backward.tuned(what, device, default, schedule.block_size, variant.packed)
     return f"{forward}\nbackward: hopper, {_named(default, steps)}"
 
 

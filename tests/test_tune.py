@@ -261,12 +261,13 @@ def differing(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 def test_steps_that_are_tried() -> None:
     default = hopper.steps_for(4, False)
-    tried = list(hopper.steps_to_try(default, "quick"))
+    tried = list(hopper.steps_to_try(default, may_order=True, effort="quick"))
     assert [astuple(steps) for steps in tried] == [
         *((4, 16, 1), (3, 16, 1), (2, 16, 1), (4, 1, 1), (4, 36, 1), (4, 64, 1), (4, 16, 2))
     ]
     ordered = hopper.steps_for(2, True)
-    assert all(steps.order == 2 for steps in hopper.steps_to_try(ordered, "full"))
+    assert all(s.order == 2 for s in hopper.steps_to_try(ordered, may_order=True, effort="full"))
+    assert all(s.order == 1 for s in hopper.steps_to_try(default, may_order=False, effort="full"))
 
 
 def test_heads_side_by_side_divide_all() -> None:

@@ -118,7 +118,7 @@ def backward(
                 values[name].zero_()
         return _backward(spec, variant, values, geometry, block_size, grads, steps, wanted)
 
-    return run(tuned(what, geometry.device, default, block_size, run))
+    return run(tuned(what, geometry.device, default, block_size, variant.packed, run))
 
 
 def default_steps(variant: emit.Variant, ordered: bool = False) -> Steps:
@@ -131,15 +131,17 @@ def tuned(
     device: torch.device,
     default: Steps,
     block_size: tuple[int, int],
+    packed: bool,
     run: Callable[[Steps], Any] | None = None,
 ) -> Steps:
-    """The steps that tuning found, or finds by `run(steps)`; else the default."""
+    """The steps that tuning found, or finds by `run(steps)`; else the default. `packed`: the
+    order stays, as blocks are taken from a queue that follows it."""
     found = tune.numbers(
         f"{what}, tiles of {block_size[0]} x {block_size[1]}",
         device,
-        (astuple(steps) for steps in steps_to_try(default, config.tune)),
+        (astuple(steps) for steps in steps_to_try(default, not packed, config.tune)),
         astuple(default),
-        lambda numbers: default.order <= numbers[2] <= 2,
+        lambda numbers: default.order <= numbers[2] <= (default.order if packed else 2),
         None if run is None else lambda numbers: run(Steps(*numbers)),
     )
     return Steps(*found)

@@ -157,10 +157,10 @@ def steps_for(stages: int, ordered: bool) -> Steps:
     return Steps(stages, _SIDE_MEBIBYTES[ordered], 1 + ordered)
 
 
-def steps_to_try(default: Steps, effort: str) -> Iterator[Steps]:
-    """What tuning tries, the default first; a fixed order may be faster where none is asked for."""
-    stages, mebibytes = range(default.stages, 1, -1), (default.mebibytes, *_TRIED_MEBIBYTES)
-    choices = (stages, mebibytes, (default.order, 2))
+def steps_to_try(default: Steps, may_order: bool, effort: str) -> Iterator[Steps]:
+    """What tuning tries, the default first. `may_order`: a fixed order is tried too."""
+    orders = (default.order, 2) if may_order else (default.order,)
+    choices = (range(default.stages, 1, -1), (default.mebibytes, *_TRIED_MEBIBYTES), orders)
     yield from (Steps(*numbers) for numbers in variations(astuple(default), choices, effort))
 
 
