@@ -13,7 +13,7 @@ import torch
 import flashgen as fg
 from flashgen import masks
 
-pytestmark = [*sm_90.marks(), pytest.mark.usefixtures("on_hopper")]
+pytestmark = [*sm_90.marks(300), pytest.mark.usefixtures("on_hopper")]
 
 B, H, HKV = 2, 4, 2
 
