@@ -14,6 +14,7 @@ from stored import Sequences
 
 import flashgen as fg
 from flashgen import hopper, launch, masks
+from flashgen.calls.routes import tile_of
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.tiling import target_of
@@ -320,6 +321,17 @@ def test_pages(
         out, lse = out[0].transpose(0, 1), lse[0]
     found = stored.parted(out, lse, q_lens if is_packed else None)
     stored.same(found, sequences.reference(SEEN[name]), 2e-3)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 300)], ids=str)
+def test_few_queries(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]) -> None:
+    """On the tile that such calls plan, of 64 queries: one warpgroup."""
+    monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
+    tensors = inputs(1, 2, 1, *lengths, 128, 128)
+    attend = fg.Attention(masks.causal)
+    tile = tile_of(attend._check_look(*tensors, {}), "hopper")
+    assert tile == (64, 64)
+    check(monkeypatch, attend, tensors, tile=tile)
 
 
 @pytest.mark.parametrize(

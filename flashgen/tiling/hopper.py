@@ -37,7 +37,8 @@ SHARED = 232448 - 2048
 _MOST_STAGES = 4
 # Of warpgroups: row blocks whose queries are held, registers of a thread that multiplies, and of
 # one that copies. Three have no registers to hold queries; those of the next row block come early.
-_REGISTERS = {2: (1, 232, 40), 3: (2, 160, 32)}
+# One is for few queries, on the portable kernels' tiles.
+_REGISTERS = {1: (1, 232, 40), 2: (1, 232, 40), 3: (2, 160, 32)}
 # Tuning tries so many programs for each multiprocessor of heads that work side by side at the end,
 # and percents of the time that sharing a row block has to save.
 _SIDES, _SAVINGS = (1, 4, 16, 64), (5, 1, 100)
