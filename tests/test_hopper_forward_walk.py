@@ -106,7 +106,23 @@ def test_lengths(
     tensors = inputs(1, 1, 1, *lengths, *dims)
     tensors[1] *= torch.linspace(0.1, 12, lengths[1])[:, None].half()
     check(monkeypatch, fg.Attention(masks.causal), tensors)
-    check(monkeypatch, fg.Attention(), tensors)
+
+
+def test_rows_do_not_notice_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are weighed again, some of them NaN, leave those beside them the same bits."""
+    q, k, v = inputs(1, 1, 1, 70, 700, 128, 128)
+    k *= torch.linspace(0.1, 2, 700)[:, None].half()
+    attend, others = fg.Attention(), [*range(0, 20), *range(21, 30), *range(31, 70)]
+    whole = Shares(1)
+    clean, lse, _ = walk(monkeypatch, attend, [q, k, v], shares=whole)
+    q[:, :, 20] = torch.nan
+    q[:, :, 30] *= 40
+    out, again, _ = walk(monkeypatch, attend, [q, k, v], shares=whole)
+    assert torch.equal(out[:, :, others], clean[:, :, others])
+    assert torch.equal(again[:, :, others], lse[:, :, others])
+    assert out[:, :, 20].isnan().all()
+    right = attend(q, k, v, backend="cpu")
+    torch.testing.assert_close(out[:, :, 30], right[:, :, 30], rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (192, 64)], ids=str)

@@ -361,8 +361,7 @@ def consume(
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             # With the maximum so far: nothing has to be found out before the exponentials, and
             #     nothing is
-            # scaled. Where the weights may be large, or outweigh what was there, once more with
-            #     their own.
+            # scaled. Where weights are large, or outweigh what was there, once more with their own.
             p = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(p)
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
@@ -370,7 +369,11 @@ def consume(
             hopper.mbarrier.arrive(free.index(slot), count=1)
             limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
             if hopper.any_beyond(sums, limit, HALF):
+                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
+                #     beside them.
+                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+                m_new = gl.where(beyond > 0, m_new, m)
                 weights = gl.exp2(s * scale_log2 - m_new[:, None])
                 p = hopper.pack(weights, DTYPE)
                 sums = hopper.quad_sums(weights)
