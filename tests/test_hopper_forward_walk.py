@@ -112,7 +112,7 @@ def test_rows_do_not_notice_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are weighed again, some of them NaN, leave those beside them the same bits."""
     q, k, v = inputs(1, 1, 1, 70, 700, 128, 128)
     k *= torch.linspace(0.1, 2, 700)[:, None].half()
-    attend, others = fg.Attention(), [*range(0, 20), *range(21, 30), *range(31, 70)]
+    attend, others = fg.Attention(), [*range(20), *range(21, 30), *range(31, 70)]
     whole = Shares(1)
     clean, lse, _ = walk(monkeypatch, attend, [q, k, v], shares=whole)
     q[:, :, 20] = torch.nan
