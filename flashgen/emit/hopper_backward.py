@@ -18,7 +18,6 @@ from . import (
     header,
     lower_for,
     position_arguments,
-    slant_of,
     unaligned_pointers,
 )
 from .gradients import Wanted
@@ -93,7 +92,6 @@ def hopper_backward(
             math=math,
             ordered=ordered,
             score=math.score.text,
-            slanted=math.score.slant,
             sums=math.score.sums,
             level=math.score.level,
             sums_read_q_idx=math.score.sums.reads("q_idx"),
@@ -172,11 +170,7 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
     mask = _lower(masks, spec, variant, frozenset())
     keep = mask.results[0] if mask.results else ""
     keys, queries, tile = mask.statements
-    slant = _slant(spec, variant)
-    score = score_math(
-        spec, wanted, slant,
-        lambda exprs: _lower(exprs, spec, variant, _assigned(mask), slant is not None),
-    )  # fmt: skip
+    score = score_math(spec, wanted, lambda exprs: _lower(exprs, spec, variant, _assigned(mask)))
     keys = (*keys, *score.key_lines)
     of_mask, of_score = Read(queries, (keep, *tile)), Read(score.query_lines, score.texts)
     mask_lines, score_lines, shipped = ship(spec, keys, of_mask, of_score)
@@ -186,14 +180,6 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
         needed(keys, read), mask_lines, score_lines, tile, keep,
         helpers | {term.how for term in score.sums.terms} & {"add_exactly"}, shipped, score,
     )  # fmt: skip
-
-
-def _slant(spec: Spec, variant: Variant) -> Expr | None:
-    """What a score rises by for each position, where sums of scores begin with that."""
-    slant = slant_of(spec)
-    if slant is None or keys_of(variant.head_dim, variant.v_head_dim) == 64:
-        return None
-    return None if "q_idx" in leaves(slant, "index") else slant
 
 
 def _assigned(found: Lowered) -> frozenset[str]:
@@ -207,15 +193,9 @@ def _load_arguments(spec: Spec, variant: Variant, shipped: Shipped) -> list[str]
     return list(names) if lines else []
 
 
-def _lower(
-    exprs: list[Expr],
-    spec: Spec,
-    variant: Variant,
-    taken: frozenset[str],
-    is_float: bool = False,
-) -> Lowered:
+def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str]) -> Lowered:
     # Three warpgroups have no registers left: 128 spills in the loop, 4 with integers.
-    ahead = _AHEAD if max(variant.head_dim, variant.v_head_dim) > 64 or is_float else ""
+    ahead = _AHEAD if max(variant.head_dim, variant.v_head_dim) > 64 else ""
     return lower_for(exprs, spec, variant, taken, stages=3, stage_of=_stage, ahead=ahead)
 
 

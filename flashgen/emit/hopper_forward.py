@@ -29,7 +29,6 @@ from . import (
     lower_for,
     parts_of,
     scores_of,
-    slant_of,
     unaligned_pointers,
     used_in,
 )
@@ -193,11 +192,9 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
-    slant, level = slant_of(spec), level_of(spec)
-    changed = scores_of(spec) if slant is None else [slant]
+    level, changed = level_of(spec), scores_of(spec)
     exprs = [*changed, *([level.at(changed[0]), level.test] if level else [])]
     score = lower_by_key(exprs, spec, variant, mask.assigned, ahead=_AHEAD)
-    rise = () if slant is None else (f"rise = {score.lowered.results[0]} * by_scale",)
     pairs = [across(line, score.crossing) for line in score.lines[2]]
     texts = [across(text, score.crossing) for text in score.lowered.results]
     level_lines = level_text(pairs, *texts[1:]) if level else None
@@ -232,7 +229,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             offset=variant.offset,
             packed=variant.packed,
             key_storage=variant.keys,
-            row_lines=(*mask.row_lines, *score.lines[0], *rise),
+            row_lines=(*mask.row_lines, *score.lines[0]),
             mask=mask,
             score_key_lines=score.lines[1],
             score_crossing=score.crossing,
@@ -240,8 +237,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             level=level_lines,
             of_lane=of_lane,
             has_mask=spec.mask is not None,
-            score="" if slant else across(full_score(spec, score.lowered) or "", score.crossing),
-            slanted=slant is not None,
+            score=across(full_score(spec, score.lowered) or "", score.crossing),
             is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
@@ -252,7 +248,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
-            trusting=groups == 2 and (slant is not None or spec.score is None),
+            trusting=groups == 2 and not full_score(spec, score.lowered),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )

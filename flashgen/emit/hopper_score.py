@@ -20,8 +20,7 @@ class ScoreMath:
     """The score function and its derivative as statements: `first` for the changed score, `text`,
     `slopes` for its derivative by the score, `slope`.
 
-    `slant`: what it rises by for each position, where it does nothing else; `level`: what it is in
-    tiles that read one number."""
+    `level`: what it is in tiles that read one number."""
 
     key_lines: tuple[str, ...] = ()
     query_lines: tuple[str, ...] = ()
@@ -29,7 +28,6 @@ class ScoreMath:
     slopes: tuple[str, ...] = ()
     text: str = ""
     slope: str = "1.0"
-    slant: str = ""
     level: LevelText | None = None
     sums: Sums = field(default_factory=Sums)
     helpers: frozenset[str] = frozenset()
@@ -39,22 +37,16 @@ class ScoreMath:
         """All that reads what belongs to keys or to queries."""
         of_level = () if self.level is None else self.level.texts
         lines = (*self.first, *self.slopes, *of_level, *self.sums.texts)
-        return (*lines, self.text, self.slope, self.slant)
+        return (*lines, self.text, self.slope)
 
 
-def score_math(
-    spec: Spec,
-    wanted: Wanted,
-    slant: Expr | None,
-    lowered: Callable[[list[Expr]], Lowered],
-) -> ScoreMath:
-    """`wanted`: gradients of data; `slant`: what the score function rises by, if sums of scores
-    begin with that; `lowered`: writes expressions."""
+def score_math(spec: Spec, wanted: Wanted, lowered: Callable[[list[Expr]], Lowered]) -> ScoreMath:
+    """`wanted`: gradients of data; `lowered`: writes expressions."""
     if spec.score is None:
         return ScoreMath()
     by_score, level = derivatives_of(spec).score, level_of_gradients(spec)
     reads = [read for read in derivatives_of(spec).loads if read[0].attr in wanted.data]
-    first = [spec.score, const(1.0) if by_score == ZERO else by_score] if slant is None else [slant]
+    first = [spec.score, const(1.0) if by_score == ZERO else by_score]
     first += [level.at(spec.score), level.test] if level else []
     far = [level is not None and load in level.loads for load, _ in reads]
     loads = [at_far(load) if is_far else load for (load, _), is_far in zip(reads, far, strict=True)]
@@ -64,28 +56,19 @@ def score_math(
     results = iter(found.results)
     texts, values, places = ([next(results) for _ in part] for part in (first, by, by))
     sums = Sums(terms_of(reads, far, values, places, wanted), (), "".join(results))
-    return _placed(spec, found, texts, sums, slant is not None)
+    return _placed(spec, found, texts, sums)
 
 
-def _placed(
-    spec: Spec, found: Lowered, texts: list[str], sums: Sums, is_slanted: bool
-) -> ScoreMath:
-    """Statements by what they are for. `texts`: of the score, its derivative, and `level`; or of
-    what the score rises by."""
+def _placed(spec: Spec, found: Lowered, texts: list[str], sums: Sums) -> ScoreMath:
+    """Statements by what they are for. `texts`: of the score, its derivative, and `level`."""
     keys, queries, pairs = found.statements
-    score, slope = (texts[0], "") if is_slanted else texts[:2]
+    score, slope = texts[:2]
     first = needed(pairs, [score])
     slopes = tuple(line for line in needed(pairs, [slope]) if line not in first)
     level = level_text(pairs, *texts[2:]) if len(texts) > 2 else None
     known = (*first, *slopes, *(level.texts if level else ()))
     rest = tuple(line for line in pairs if line not in known)
-    if is_slanted:
-        changes = {"slant": score}
-    elif leaves(spec.score, "score"):
-        changes = {"text": score, "slope": slope}
-    else:
-        changes = {"text": f"gl.zeros_like(s) + ({score})", "slope": slope}
+    text = score if leaves(spec.score, "score") else f"gl.zeros_like(s) + ({score})"
     return ScoreMath(
-        keys, queries, first, slopes, level=level, sums=sums.behind(rest), helpers=found.helpers,
-        **changes,
-    )  # fmt: skip
+        keys, queries, first, slopes, text, slope, level, sums.behind(rest), found.helpers
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..expr import Expr, leaves, make, scalar
-from ..lower import AHEAD, Lowered, with_distances
+from ..lower import Lowered
 from ..spec import Spec
 
 
@@ -32,19 +32,6 @@ def scores_of(spec: Spec) -> list[Expr]:
         first, second = second, first
     fixed = make("mul", first, scalar("by_scale", "float"))
     return [make("add", spec.score.args[0], make("mul", fixed, second))]
-
-
-def slant_of(spec: Spec) -> Expr | None:
-    """What a score function adds for each position that a key is ahead of its query, where it adds
-    nothing else, and that is fixed for a query."""
-    if spec.score is None or spec.softcap or not is_added(spec):
-        return None
-    first, second = spec.score.args[1].args
-    fixed, distance = (first, second) if _is_fixed(first) else (second, first)
-    distance = with_distances(distance)
-    if distance == AHEAD:
-        return fixed
-    return make("neg", fixed) if distance == make("neg", AHEAD) else None
 
 
 def is_added(spec: Spec) -> bool:

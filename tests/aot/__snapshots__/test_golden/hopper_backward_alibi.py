@@ -25,6 +25,14 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
+def ahead(first, columns, rows, FLOAT: gl.constexpr):
+    """first + columns - rows as floats: a constant for each column is added to what a thread knows
+    of its own ones, of which 6 are the bits."""
+    own = columns & 6
+    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
+
+
+@gluon.jit
 def place_of(item, blocks, heads, group, side):
     """Batch element, query head, head of the keys and key block of a piece of work.
 
@@ -176,8 +184,6 @@ def attend(
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
-    to_log2 = scale * scale_log2
-    by_scale = 1.0 / to_log2
     k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
     v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
     # dQ of half of the dimensions is this warpgroup's, from all keys.
@@ -198,18 +204,14 @@ def attend(
         kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
         is_key = kv_idx < kv_len
         slope_value = gl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
-        rise = slope_value / scale
-        key_rise = rise * (kv_idx - first_key).to(FLOAT)
         if end > past:
             # Of a step before the first: nothing is read, and its dQ isn't added.
             hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
             queries = q.index(first).reshape([BLOCK_M, WIDTH])
-            behind = first_rows.index(first).load(QUERIES)[None, :] + (q_offset - first_key)
-            fall = behind.to(FLOAT) * rise + rows.to(FLOAT) * rise
-            fall += lse.index(first).load(QUERIES)[None, :] * by_scale
-            s = warpgroup_mma(k_half, queries.permute((1, 0)), key_rise - fall, is_async=True)
+            s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            row_lse = lse.index(first).load(QUERIES)[None, :]
 
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.wait(grads_here.index(first), past // STAGES & 1)
@@ -222,9 +224,11 @@ def attend(
             first_row = first_rows.index(first).load(QUERIES)[None, :]
             row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
 
-            p = gl.exp2(s * to_log2)
+            q_idx = first_row + q_offset + rows
+            s *= scale
+            changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
+            p = gl.exp2(changed * scale_log2 - row_lse)
             if past < masked_end:
-                q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
             # dK of the block before has left from where ds will be.
@@ -268,10 +272,10 @@ def attend(
 
                 # Scores of the next step.
                 queries = q.index(coming).reshape([BLOCK_M, WIDTH])
-                behind = first_rows.index(coming).load(QUERIES)[None, :] + (q_offset - first_key)
-                fall = behind.to(FLOAT) * rise + rows.to(FLOAT) * rise
-                fall += lse.index(coming).load(QUERIES)[None, :] * by_scale
-                s = warpgroup_mma(k_half, queries.permute((1, 0)), key_rise - fall, is_async=True)
+                s = warpgroup_mma(
+                    k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                row_lse = lse.index(coming).load(QUERIES)[None, :]
 
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 # Thread by thread; mbarrier.arrive would first wait for all of them.
@@ -286,9 +290,11 @@ def attend(
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
 
-                p = gl.exp2(s * to_log2)
+                q_idx = first_row + q_offset + rows
+                s *= scale
+                changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
+                p = gl.exp2(changed * scale_log2 - row_lse)
                 if turn + 1 < masked_end:
-                    q_idx = first_row + q_offset + rows
                     p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
                 # The branch above keeps this wait from moving above the exponentials.
