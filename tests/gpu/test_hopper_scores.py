@@ -61,7 +61,8 @@ def dense(attend: Any, q: Any, k: Any, v: Any, data: dict[str, Any], offset: int
 def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
     shapes = ((B, H, S, D), (B, HKV, T, D), (B, HKV, T, D))
     tensors = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
-    data = {"slope": torch.tensor([0.5, 0.1, -0.02, 0.0], device="cuda").requires_grad_()}
+    # Steep: distances that have weight multiply what rounding a row's output costs its slope.
+    data = {"slope": torch.tensor([0.5, 0.3, 0.2, 0.1], device="cuda").requires_grad_()}
     if attend is biased:
         data = {"table": torch.randn(H, 71, device="cuda", requires_grad=True)}
     if attend is warm:
