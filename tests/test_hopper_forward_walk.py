@@ -379,7 +379,7 @@ def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
     return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
 
 
-def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
+def test_data_read_by_a_distance_that_is_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tensors = inputs(1, 2, 1, 400, 420, 64, 64)

@@ -81,7 +81,7 @@ def walk(
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     spelled = dict(zip(call.bound.tensors, bound.tensors, strict=True))
     wanted = replace(wanted, data=tuple(spelled[name] for name in wanted.data))
-    wanted = summed(bound.spec, wanted, variant, 64)
+    wanted = summed(bound.spec, wanted, variant)
     of_data = {name: torch.zeros_like(bound.tensors[name]) for name in wanted.data}
     values |= {f"grad_{name}_ptr": grad for name, grad in of_data.items()}
     made = launch_hopper_backward.generate(bound.spec, variant, ordered, wanted)
@@ -357,27 +357,6 @@ def test_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     doc = torch.arange(200).expand(2, 200) // 70
     data = {"gate": gate, "heat": heat, "own": torch.rand(1, 200), "doc": doc}
     check(monkeypatch, heated, tensors, grad, **data)
-
-
-def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
-    return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
-
-
-@fg.mask
-def distant(q_idx, kv_idx):
-    return q_idx - kv_idx > 196
-
-
-def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensors, grad = inputs(1, 2, 1, 300, 320, 64, 64)
-    table = torch.randn(2, 71)
-    check(monkeypatch, fg.Attention(masks.causal, biased), tensors, grad, table=table)
-    wide, wide_grad = inputs(1, 2, 1, 200, 220, 192, 64)
-    check(monkeypatch, fg.Attention(masks.causal, biased), wide, wide_grad, table=table)
-    table.requires_grad_()
-    check(monkeypatch, fg.Attention(distant, biased), tensors, grad, table=table)
 
 
 @fg.attention(mask=masks.causal)

@@ -29,7 +29,6 @@ from .scores import scores_of as scores_of
 
 # Indices of the attention loop, as the kernels name them.
 INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len", "away")}
-INDEX_NAMES |= {n: n for n in ("least_away", "most_away")}
 
 
 @dataclass(frozen=True)

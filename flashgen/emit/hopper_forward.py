@@ -33,7 +33,6 @@ from . import (
     used_in,
 )
 from .flags import without_flags
-from .level import OF_TILES, level_of, level_text
 from .mask_text import needed
 
 # How far keys are ahead of a row block's queries.
@@ -171,7 +170,7 @@ def _stages(exprs: Sequence[Expr], of_rows: frozenset[str]) -> Callable[[Expr], 
     def stage_of(node: Expr) -> int:
         if node in by_key:
             return 1
-        return 2 if leaves(node, "index") & ({"kv_idx"} | OF_TILES) or leaves(node, "score") else 0
+        return 2 if "kv_idx" in leaves(node, "index") or leaves(node, "score") else 0
 
     return stage_of
 
@@ -192,12 +191,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
-    level, changed = level_of(spec), scores_of(spec)
-    exprs = [*changed, *([level.at(changed[0]), level.test] if level else [])]
-    score = lower_by_key(exprs, spec, variant, mask.assigned, ahead=_AHEAD)
-    pairs = [across(line, score.crossing) for line in score.lines[2]]
-    texts = [across(text, score.crossing) for text in score.lowered.results]
-    level_lines = level_text(pairs, *texts[1:]) if level else None
+    score = lower_by_key(scores_of(spec), spec, variant, mask.assigned, ahead=_AHEAD)
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
     descriptors = _descriptors(q_parts, v_parts)
@@ -233,8 +227,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             mask=mask,
             score_key_lines=score.lines[1],
             score_crossing=score.crossing,
-            score_lines=needed(pairs, texts[:1]),
-            level=level_lines,
+            score_lines=[across(line, score.crossing) for line in score.lines[2]],
             of_lane=of_lane,
             has_mask=spec.mask is not None,
             score=across(full_score(spec, score.lowered) or "", score.crossing),

@@ -13,8 +13,7 @@ from ..emit.sums import NO_DATA, summed
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound
-from ..tiling.backward import square
-from . import LOG2E, current_target, variant_of
+from . import LOG2E, variant_of
 from . import hopper_backward as launch_hopper_backward
 from .backward_run import Gradients as Gradients
 from .backward_run import Run
@@ -42,8 +41,8 @@ def backward(
     `hopper`: by Hopper's kernels where they can."""
     saved = _unit_strides(saved)
     kernels = _kernels(saved, wanted, bound, geometry, deterministic)
-    added = _added(saved, kernels, bound, geometry, schedule) if hopper else NO_DATA
-    rest = tuple(n for n in kernels.data if n not in added.data or n in added.far)
+    added = _added(saved, kernels, bound, geometry) if hopper else NO_DATA
+    rest = tuple(name for name in kernels.data if name not in added.data)
     on_hopper = hopper and not _obstacle_to_hopper(
         saved, rest, bound, geometry, schedule, scale, dropout is not None
     )
@@ -61,7 +60,7 @@ def backward(
         run.on_hopper(grads, deterministic, added)
     run.portable(grads)
     if on_hopper and rest:
-        of_rest = replace(kernels, q=False, k=False, v=False, data=rest, far=added.far)
+        of_rest = replace(kernels, q=False, k=False, v=False, data=rest)
         Run(saved, of_rest, *call, prepared=run).portable(grads)
     of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
@@ -78,16 +77,10 @@ def _kernels(
     return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
 
 
-def _added(
-    saved: Saved, kernels: Wanted, bound: Bound, geometry: Geometry, schedule: Schedule
-) -> Wanted:
+def _added(saved: Saved, kernels: Wanted, bound: Bound, geometry: Geometry) -> Wanted:
     """What Hopper's kernels add up of gradients of data."""
-    if not kernels.data:
-        return NO_DATA
     dims = (saved.q.shape[-1], saved.v.shape[-1])
-    target = current_target(saved.q.device)
-    side = square(target, saved.q.dtype, *dims, schedule.block_size).block_m
-    return summed(bound.spec, kernels, variant_of(bound, geometry, *dims), side)
+    return summed(bound.spec, kernels, variant_of(bound, geometry, *dims))
 
 
 def _obstacle_to_hopper(
