@@ -76,8 +76,9 @@ def test_hopper_forward(dims: tuple[int, int], rows: int, page_size: int) -> Non
     found = aot.compile_hopper_forward(spec, variant=variant, shape=shape, page_size=page_size)
     print(found)
     assert found.warnings == ()
-    # The warp that copies pages has registers for few addresses.
-    assert found.spills_in_loops() <= (8 if page_size else 0)
+    # The warp that copies pages has registers for few addresses. Of packed keys, each of both
+    # warpgroups may fill one register in a cut tile, one of some 820 instructions there.
+    assert found.spills_in_loops() <= (8 if page_size else 2)
     assert found.instructions()["UTMALDG"] > 0
 
 
