@@ -352,7 +352,7 @@ def heated(score, b, h, h_kv, q_idx, gate: fg.Tensor, heat: fg.Tensor, own: fg.T
 
 def test_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read twice, at any head and at one; without an index; and beside data of queries."""
-    tensors, grad = inputs(2, 2, 1, 200, 200, 64, 64)
+    tensors, grad = inputs(2, 2, 1, 200, 200, 128, 64)
     gate, heat = torch.rand(2, requires_grad=True), torch.tensor(1.5, requires_grad=True)
     doc = torch.arange(200).expand(2, 200) // 70
     data = {"gate": gate, "heat": heat, "own": torch.rand(1, 200), "doc": doc}
@@ -365,7 +365,7 @@ def scaled(score, h, q_idx, kv_idx, table: fg.Tensor, factor: fg.Tensor):
 
 
 def test_derivatives_that_read_data_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, grad = inputs(1, 2, 1, 200, 220, 64, 64)
+    tensors, grad = inputs(1, 2, 1, 200, 220, 128, 64)
     factor = torch.tensor(0.7, requires_grad=True)
     check(monkeypatch, scaled, tensors, grad, table=torch.rand(2, 71), factor=factor)
 
