@@ -45,7 +45,7 @@ def biased(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor, table:
     return score + slope[h] * table[q_idx - kv_idx]
 
 
-@pytest.mark.parametrize("effort", ["quick", "full"])
+@pytest.mark.parametrize("effort", ["quick", pytest.param("full", marks=pytest.mark.slow)])
 def test_training(effort: Any, measured: list[float]) -> None:
     """Gradients that kernels add to memory count once, however often a kernel was measured."""
     shapes = ((1, 2, 24, 16), (1, 1, 24, 16), (1, 1, 24, 16))
