@@ -56,7 +56,7 @@ class Sums:
 def summed(spec: Spec, wanted: Wanted, variant: Variant) -> Wanted:
     """What is wanted of data, but for what only the portable kernels add up.
 
-    Up to 64 dimensions a third warpgroup takes the registers that sums would want."""
+    Sums of head dimensions up to 64, beside a third warpgroup, have not run on a GPU."""
     if not 64 < max(variant.head_dim, variant.v_head_dim) <= 128:
         return NO_DATA
     names = tuple(name for name in wanted.data if _is_summed(spec, name))
