@@ -114,7 +114,8 @@ def test_rates_of_decoding_are_shown(
 ) -> None:
     """2 GB in 0.5 ms are 4 TB/s, as fast as a copy of 4e9 bytes in a ms."""
     monkeypatch.setattr(decode, "title", lambda: "where")
-    monkeypatch.setattr(decode, "_graph_ms", lambda work, rounds: work())
+    monkeypatch.setattr(decode, "_captured", lambda work: work)
+    monkeypatch.setattr(decode, "medians", lambda works, rounds: {n: w() for n, w in works.items()})
     works = {"SDPA": lambda: 1.0, "flashgen": lambda: 0.5}
     rows = decode._rows("1 x 2", works, 2 * 10**9, 4e9, 1, flops=10**12)
     decode.show([*rows, *table.rows_of("host", {"flashgen": Times(0.25)})])
@@ -178,8 +179,9 @@ def test_what_is_measured_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     small |= {"WINDOW": 64, "PREFILL": (1, 2, 64), "PAGES": (1, 16)}
     for name, value in small.items():
         monkeypatch.setattr(decode, name, value)
-    for name in ("_graph_ms", "_call_ms"):
-        monkeypatch.setattr(decode, name, lambda work, rounds: float(work().numel()))
+    monkeypatch.setattr(decode, "_captured", lambda work: work)
+    counted = lambda works, rounds: {n: float(w().numel()) for n, w in works.items()}  # noqa: E731
+    monkeypatch.setattr(decode, "medians", counted)
     monkeypatch.setattr(decode, "_flex", lambda *tensors: partial(decode._sdpa, *tensors))
 
     def cudnn(name: str, causal: bool, *tensors: torch.Tensor) -> torch.Tensor:

@@ -72,8 +72,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gpu, flashmask, scores):
         monkeypatch.setattr(module, "flex_attention", fake_flex)
         monkeypatch.setattr(module, "in_turns", turns)
-    ms = lambda call: (call(), 2.0)[1]  # noqa: E731
-    monkeypatch.setattr(sides, "milliseconds", ms)
+    monkeypatch.setattr(
+        sides, "medians", lambda calls, rounds: {n: called(c) for n, c in calls.items()}
+    )
     monkeypatch.setattr(gpu, "need_gpu", lambda name: None)
     monkeypatch.setattr(gpu, "matmul_rate", lambda: 1e12)
     monkeypatch.setattr(gpu, "machine", lambda: "here")
@@ -85,6 +86,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "SHAPES", ((16, 2),))
     monkeypatch.setattr(scores, "BACKENDS", {gpu.OURS: "auto", scores.PORTABLE: "cpu"})
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+
+
+def called(call: Callable[[], Any]) -> float:
+    call()
+    return 2.0
 
 
 def turns(
@@ -340,10 +346,11 @@ def test_overheads() -> None:
         *rows_of("D=64 S=8 plain", {"FlexAttention": Times(4.0, 8.0), "flashgen": Times(2.0, 4.0)}),
         *rows_of("D=64 S=8 ALiBi", {"FlexAttention": Times(6.0, 8.0), "flashgen": Times(2.1, 5.0)}),
         *rows_of("D=32 S=8 ALiBi", {"flashgen": Times(1.0)}),
+        *rows_of("D=64 S=8 cap", {"flashgen": Times(3.0), scores.BESIDE: Times(2.5)}),
     ]
     found = scores.with_overheads(list(gpu.rows_with_rates(rows, 1.0, 1.0)))
     over = [(row.forward_over, row.backward_over) for row in found]  # type: ignore[union-attr]
-    assert over == [(1, 1), (1, 1), (1.5, 1), (1.05, 1.25), (None, None)]
+    assert over == [(1, 1), (1, 1), (1.5, 1), (1.05, 1.25), (None, None), (1.2, None), (None, None)]
     text = scores.summary(found)  # type: ignore[arg-type]
     assert "D=64 S=8 ALiBi over plain: +5.0 %, +25.0 % (beyond 10 %)" in text
 

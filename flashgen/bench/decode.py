@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +18,8 @@ from ..errors import FlashgenError
 from . import flashinfer
 from .measure import Times
 from .peers import CUDNN, sdpa
-from .sides import milliseconds
 from .table import Row, print_markdown, rows_of
+from .turns import medians, milliseconds
 
 DEVICE = "cuda"
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -89,7 +88,7 @@ def show(rows: Sequence[Row]) -> None:
 def _copy_rate(rounds: int) -> float:
     """Bytes that a kernel reads and writes in a millisecond; a graph's own copies are slower."""
     source, target = torch.zeros(2, 1 << 29, dtype=torch.bfloat16, device=DEVICE)
-    ms = _graph_ms(partial(torch.add, source, 1, out=target), rounds)
+    ms = milliseconds(_captured(partial(torch.add, source, 1, out=target)), rounds)
     return float(2 * source.nbytes / ms)
 
 
@@ -252,8 +251,8 @@ def _rows(
 ) -> list[Row]:
     """Rows that say how fast `moved` bytes are read; `copy`: a copy's bytes in a ms; `flops`: of
     the products, where they may be what counts; `captured`: in a CUDA graph."""
-    measure = _graph_ms if captured else _call_ms
-    rows = rows_of(work, {name: Times(measure(one, rounds)) for name, one in works.items()})
+    called = {name: _captured(one) for name, one in works.items()} if captured else works
+    rows = rows_of(work, {name: Times(ms) for name, ms in medians(called, rounds).items()})
     found: list[Row] = []
     for row in rows:
         rate, products = moved / row.forward_ms, flops / row.forward_ms
@@ -263,8 +262,8 @@ def _rows(
     return found
 
 
-def _graph_ms(work: Work, rounds: int) -> float:
-    """The median of replays of a captured call."""
+def _captured(work: Work) -> Work:
+    """Replays of a call."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -273,11 +272,7 @@ def _graph_ms(work: Work, rounds: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return statistics.median(milliseconds(graph.replay) for _ in range(min(rounds, 3)))
-
-
-def _call_ms(work: Work, rounds: int) -> float:
-    return statistics.median(milliseconds(work) for _ in range(min(rounds, 3)))
+    return graph.replay
 
 
 def _host_ms(work: Work, calls: int = 100) -> float:

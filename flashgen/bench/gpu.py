@@ -16,8 +16,9 @@ from . import peers
 from .compare import best_peers, geometric_means
 from .flex import Counted, count, flex_attention
 from .measure import Times
-from .sides import Side, differences, milliseconds, times
+from .sides import Side, differences, times
 from .table import Differs, Row, print_markdown, rows_of
+from .turns import milliseconds
 from .work import LENGTHS, TOKENS, Work, masks, works
 from .workers import in_turns, told
 

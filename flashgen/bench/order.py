@@ -6,7 +6,6 @@ in order; named at random they are the same documents, the same tiles, and in no
 from __future__ import annotations
 
 import importlib
-import statistics
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from .. import api
 from ..errors import FlashgenError
 from .measure import Times
-from .sides import milliseconds
 from .table import Row, rows_of
+from .turns import medians
 
 SHAPE = (4, 16, 8192, 128)
 
@@ -60,15 +59,13 @@ def _compare(name: str, tensors: list[torch.Tensor], rounds: int) -> dict[str, T
         calls[side] = partial(attend, *tensors, doc=doc, schedule=schedule, backend="portable")
     outs = {side: call() for side, call in calls.items()}
     torch.testing.assert_close(*outs.values())
-    times: dict[tuple[str, str], list[float]] = {}
     grad = torch.randn_like(tensors[0])
-    for _ in range(rounds):
-        for side, call in calls.items():
-            times.setdefault((side, "forward"), []).append(milliseconds(call))
-            back = partial(torch.autograd.grad, outs[side], tensors, grad, retain_graph=True)
-            times.setdefault((side, "backward"), []).append(milliseconds(back))
-    medians = {key: statistics.median(found) for key, found in times.items()}
-    return {side: Times(medians[side, "forward"], medians[side, "backward"]) for side in sides}
+    backs = {
+        side: partial(torch.autograd.grad, out, tensors, grad, retain_graph=True)
+        for side, out in outs.items()
+    }
+    forward, backward = medians(calls, rounds), medians(backs, rounds)
+    return {side: Times(forward[side], backward[side]) for side in sides}
 
 
 def _documents(device: torch.device) -> torch.Tensor:

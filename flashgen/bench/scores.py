@@ -24,6 +24,8 @@ PLAIN, BIAS = "plain", "relative bias"
 NAMES = (PLAIN, "ALiBi", "softcap", BIAS, "tanh gate")
 SHAPES, LENGTHS = ((128, 16), (64, 32)), (8192,)
 PORTABLE = f"{OURS}, portable"
+# flashgen's own without the score function, in turns with it.
+BESIDE = f"{OURS}, plain"
 BACKENDS: dict[str, Any] = {OURS: "auto", PORTABLE: "portable"}
 CAP, DISTANCES = 30.0, 512
 # What the cheap ones may cost.
@@ -78,6 +80,8 @@ def prepare(work: Work) -> gpu.Prepared:
     sides = {peers.TRITON: Side(flex_attention(causal, counted, score=score), captured=captured)}
     for name, backend in BACKENDS.items():
         sides[name] = Side(partial(attend, backend=backend), captured=captured)
+    if work.mask != PLAIN:
+        sides[BESIDE] = Side(api.Attention(masks.causal), compared=False)
     prepared = gpu.Prepared(work, sides, counted)
     prepared.run_once(work.tensors())
     return prepared
@@ -105,13 +109,14 @@ def score_function(
 
 
 def with_overheads(rows: Sequence[Row]) -> list[GpuRow | ScoreRow]:
-    """Rows beside the plain ones of the same shape and backend."""
+    """Rows beside the plain one of the same turns, or else of the same shape and backend."""
     plain = {
         (_shape(row), row.backend): row for row in rows if row.work.split(maxsplit=2)[2] == PLAIN
     }
+    plain |= {(row.work, OURS): row for row in rows if row.backend == BESIDE}
     found: list[GpuRow | ScoreRow] = []
     for row in rows:
-        base = plain.get((_shape(row), row.backend))
+        base = plain.get((row.work, row.backend)) or plain.get((_shape(row), row.backend))
         forward = None if base is None else row.forward_ms / base.forward_ms
         backward = None
         if base is not None and base.backward_ms and row.backward_ms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 
 from .measure import Times
+from .turns import medians
 
-# One run is timed of what takes longer, in milliseconds: others have run before it.
-_LONG = 60.0
 # Of a row's own norm: how far results of 16 bits may be apart.
 _APART = 0.03
 
@@ -41,12 +39,15 @@ def packed(batch: int) -> Layout:
 
 @dataclass(frozen=True)
 class Side:
-    """`attend(q, k, v)` in a layout; whether it has a backward; what else gets a gradient."""
+    """`attend(q, k, v)` in a layout; whether it has a backward; what else gets a gradient.
+
+    `compared`: whether it computes what the others do."""
 
     attend: Callable[..., torch.Tensor]
     layout: Layout = HEADS
     trains: bool = True
     captured: tuple[torch.Tensor, ...] = ()
+    compared: bool = True
 
     def leaves(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """q, k and v in the side's own layout."""
@@ -75,6 +76,8 @@ def differences(
     base: dict[str, torch.Tensor] = {}
     found: list[str] = []
     for name, side in sides.items():
+        if not side.compared:
+            continue
         results = side.results(tensors, grad)
         base = base or results
         found += [
@@ -107,45 +110,17 @@ def times(
     grad: torch.Tensor,
     rounds: int,
 ) -> dict[str, Times]:
-    """Medians of rounds in which all sides take turns. They must have run before."""
-    forward: dict[str, list[float]] = {name: [] for name in sides}
-    backward: dict[str, list[float]] = {n: [] for n, side in sides.items() if side.trains}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            leaves = side.leaves(tensors)
-            forward[name].append(milliseconds(partial(side.attend, *leaves)))
-            if side.trains:
-                backward[name].append(_backward(side, leaves, side.layout.of(grad)))
-    return {
-        name: Times(
-            statistics.median(forward[name]),
-            statistics.median(backward[name]) if name in backward else None,
-        )
-        for name in sides
-    }
+    """Medians of many calls, in which all sides take turns. They must have run before."""
+    leaves = {name: side.leaves(tensors) for name, side in sides.items()}
+    calls = {name: partial(side.attend, *leaves[name]) for name, side in sides.items()}
+    forward = medians(calls, rounds)
+    trained = {name: side for name, side in sides.items() if side.trains}
+    backwards = {name: _backward(side, leaves[name], grad) for name, side in trained.items()}
+    backward = medians(backwards, rounds) if backwards else {}
+    return {name: Times(forward[name], backward.get(name)) for name in sides}
 
 
-def _backward(side: Side, leaves: list[torch.Tensor], grad: torch.Tensor) -> float:
-    wanted = [*leaves, *side.captured]
-    out = side.attend(*leaves)
-    return milliseconds(partial(torch.autograd.grad, out, wanted, grad, retain_graph=True))
-
-
-def milliseconds(work: Callable[[], Any]) -> float:
-    """The median of many runs, timed by events, the cache flushed between them; of long ones the
-    time of one."""
-    from triton.testing import do_bench
-
-    once = _once(work)
-    if once > _LONG:
-        return once
-    return float(do_bench(work, warmup=10, rep=40, return_mode="median"))
-
-
-def _once(work: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
+def _backward(side: Side, leaves: list[torch.Tensor], grad: torch.Tensor) -> Callable[[], Any]:
+    wanted, out = [*leaves, *side.captured], side.attend(*leaves)
+    given = side.layout.of(grad)
+    return partial(torch.autograd.grad, out, wanted, given, retain_graph=True)

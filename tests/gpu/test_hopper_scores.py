@@ -43,12 +43,32 @@ DENSE: dict[Any, Change] = {
 }  # fmt: skip
 
 
-def dense(attend: Any, q: Any, k: Any, v: Any, data: dict[str, Any], offset: int) -> Any:
-    k, v = (x.repeat_interleave(H // HKV, 1) for x in (k, v))
-    rows = torch.arange(q.shape[2], device="cuda")[:, None] + offset
-    away = rows - torch.arange(k.shape[2], device="cuda")
+def dense_scores(attend: Any, q: Any, k: Any, data: dict[str, Any], offset: int) -> Any:
+    k = k.repeat_interleave(H // HKV, 1)
+    rows = torch.arange(q.shape[2], device=q.device)[:, None] + offset
+    away = rows - torch.arange(k.shape[2], device=q.device)
     scores = DENSE[attend](q @ k.mT * q.shape[-1] ** -0.5, away, data)
-    return torch.softmax(torch.where(away >= 0, scores, -math.inf), -1) @ v
+    return torch.where(away >= 0, scores, -math.inf)
+
+
+def dense(attend: Any, q: Any, k: Any, v: Any, data: dict[str, Any], offset: int) -> Any:
+    scores = dense_scores(attend, q, k, data, offset)
+    return torch.softmax(scores, -1) @ v.repeat_interleave(H // HKV, 1)
+
+
+def spread(
+    attend: Any, q: Any, k: Any, data: dict[str, Any], offset: int, out: Any, grad: Any, u: float
+) -> float:
+    """Standard deviation of the gradient of `heat`, one number, by what rounds the output.
+
+    The backward takes a row's sum of out * grad, delta, from each pair's gradient, so an error of
+    it costs `heat` that times the derivative of the row's LSE by `heat`. An output rounded to
+    within `u` of itself is off evenly between both ends: u / sqrt(3) of it, each by itself."""
+    rows = data["heat"].detach().expand(*q.shape[:3], 1).clone().requires_grad_()
+    lse = dense_scores(attend, q, k, data | {"heat": rows}, offset).logsumexp(-1)
+    (by_row,) = torch.autograd.grad(lse.sum(), rows)
+    deltas = (u * out * grad).square().sum(-1, keepdim=True) / 3
+    return float((by_row.square() * deltas).sum().sqrt())
 
 
 def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -84,10 +104,14 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
         return [result, *torch.autograd.grad(result, exact, grad.to(kind))]
 
     names = ("out", "q", "k", "v", *data)
-    for name, mine, exact, eager in zip(
-        names, got, right(torch.float64), right(dtype), strict=True
-    ):
+    everything = right(torch.float64)
+    for name, mine, exact, eager in zip(names, got, everything, right(dtype), strict=True):
         error, theirs = ((x.double() - exact).norm() for x in (mine, eager))
+        if exact.ndim == 0:  # PyTorch's own error of a single number may be 0 by luck.
+            q, k, _ = (x.detach().double() for x in tensors)
+            named = {name: x.detach().double() for name, x in data.items()}
+            given = (everything[0].detach(), grad.double(), torch.finfo(dtype).eps / 2)
+            theirs = 3 * spread(attend, q, k, named, offset, *given)
         assert error <= 1.3 * theirs + 1e-4 * exact.norm(), f"{name}: {error} > {theirs}"
 
 
