@@ -9,7 +9,7 @@ from .aot import TARGETS, Compiled, _placeholders, compile_kernel
 from .emit import decode as emit_decode
 from .launch import decode as launch_decode
 from .launch import hopper_latent as launch_hopper_latent
-from .launch import key_parts, pair_bytes
+from .launch import key_parts, merging, pair_bytes
 from .spec import Spec
 from .tiling import target_of
 from .tiling.decode import LATENT_TILE, WHOLE_ROWS, Blocks, choose_blocks
@@ -117,9 +117,9 @@ def compile_merge(target: str, v_head_dim: int = 128, *, dealt: bool = False) ->
         torch.empty(0, dtype=dtypes.get(name, torch.float32)) if name.endswith("_ptr") else 3
         for name in generated.arguments
     ]
-    constants = launch_decode.merging_constants(v_head_dim, torch.float32)
-    tiling = launch_decode.MERGING
+    constants = merging.merging_constants(v_head_dim, torch.float32)
+    tiling = merging.MERGING
     if dealt:
-        constants |= {"CHUNK": launch_decode.DEALT_CHUNK, "PACKED": True}
-        tiling = launch_decode.DEALT_MERGING
+        constants |= {"CHUNK": merging.DEALT_CHUNK, "PACKED": True}
+        tiling = merging.DEALT_MERGING
     return compile_kernel(target, module.merge, values, constants, tiling)

@@ -62,7 +62,7 @@ def walk(
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
     monkeypatch.setattr(hopper, "descriptor", Tiles)
-    monkeypatch.setattr(launch_hopper.decode, "merge", merge)
+    monkeypatch.setattr(launch_hopper.merging, "merge", merge)
     if shares is not None:
         monkeypatch.setattr(launch_hopper, "_shares", lambda *_: shares)
     out, lse = launch_hopper.forward(

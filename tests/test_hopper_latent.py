@@ -44,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(launch, "launch", machine.launch)
         monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: splits)
         monkeypatch.setattr(launch_decode, "run", lambda work, *_, **__: works.append(work))
-        monkeypatch.setattr(launch_decode, "merge", merge)
+        monkeypatch.setattr(launch_decode.merging, "merge", merge)
         monkeypatch.setattr(hopper, "descriptor", Tiles)
         out, lse = launch_hopper_latent.forward(
             *(call.q, call.k, call.v),

@@ -16,6 +16,7 @@ from flashgen import hopper, launch, masks
 from flashgen.emit.gradients import Wanted
 from flashgen.emit.sums import NO_DATA, summed
 from flashgen.kernel_names import spell
+from flashgen.launch import arguments
 from flashgen.launch import hopper_backward as launch_hopper_backward
 from flashgen.launch.backward_run import key_schedule
 from flashgen.tiling.hopper import Steps
@@ -64,7 +65,7 @@ def walk(
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "grad_out_ptr": grad, "lse_log2_ptr": rows,
         "delta_ptr": delta, "padded_len": padded, "heads": geometry.heads,
         "kv_heads": geometry.kv_heads, "group": geometry.group, "capacity": geometry.kv_len,
-        **launch.score_values(call.scale, call.softcap, bound.spec.score is not None),
+        **arguments.score_values(call.scale, call.softcap, bound.spec.score is not None),
         **launch.position_values(geometry), **launch.data_values(bound),
         **key_schedule(schedule),
         "dq_sum_ptr": torch.zeros(*rows.shape, launch_hopper_backward.sum_width(q.shape[-1])),

@@ -11,6 +11,7 @@ import triton.language as tl
 import flashgen as fg
 from flashgen import FlashgenError, emit, launch, masks
 from flashgen.geometry import MAX_POSITION, Geometry
+from flashgen.launch import arguments
 from flashgen.lower.widths import scalar_is_wide
 from flashgen.schedule import Schedule
 from flashgen.spec import Bound
@@ -94,7 +95,7 @@ def test_numbers_that_are_no_integers_are_never_wide():
 
 def test_data_values_are_scalars_pointers_sizes_and_strides():
     doc = torch.zeros(16, 2, dtype=torch.int32).T
-    values = launch.data_values(
+    values = arguments.data_values(
         bound(masks.causal_document & masks.sliding_window, doc=doc, window=5)
     )
     assert values.pop("doc_ptr").data_ptr() == doc.data_ptr()
@@ -113,7 +114,7 @@ def test_booleans_are_handed_over_as_numbers():
         return table[kv_idx] | on
 
     table = torch.tensor([True, False] * 8)
-    values = launch.data_values(bound(some, on=True, table=table))
+    values = arguments.data_values(bound(some, on=True, table=table))
     assert type(values["on"]) is int
     assert values["on"] == 1
     assert values["table_ptr"].dtype == torch.uint8
@@ -125,18 +126,18 @@ def test_a_number_without_dimensions_has_only_a_pointer():
     def some(q_idx, kv_idx, size: fg.Tensor):
         return kv_idx < size
 
-    assert list(launch.data_values(bound(some, size=torch.tensor(3)))) == ["size_ptr"]
+    assert list(arguments.data_values(bound(some, size=torch.tensor(3)))) == ["size_ptr"]
 
 
 def test_queries_are_the_last_positions_unless_told_otherwise():
-    assert launch.position_values(geometry()) == {"q_len": 8, "kv_len": 12, "q_offset": 4}
-    assert launch.position_values(geometry(12, 8))["q_offset"] == -4
-    assert launch.position_values(geometry(q_offset=-3))["q_offset"] == -3
+    assert arguments.position_values(geometry()) == {"q_len": 8, "kv_len": 12, "q_offset": 4}
+    assert arguments.position_values(geometry(12, 8))["q_offset"] == -4
+    assert arguments.position_values(geometry(q_offset=-3))["q_offset"] == -3
 
 
 def test_lengths_on_the_device_are_pointers():
     lens = torch.full((2,), 5, dtype=torch.int32)
-    assert launch.position_values(geometry(kv_lens=lens))["kv_lens_ptr"] is lens
+    assert arguments.position_values(geometry(kv_lens=lens))["kv_lens_ptr"] is lens
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_lengths_on_the_device_are_pointers():
     ],
 )
 def test_offsets_on_the_device_are_read_by_their_stride(offset, stride):
-    values = launch.position_values(geometry(q_offset=offset))
+    values = arguments.position_values(geometry(q_offset=offset))
     assert values["q_offset_ptr"].data_ptr() == offset.data_ptr()
     assert values["q_offset_stride"] == stride
 
@@ -173,7 +174,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     ],
 )
 def test_alignment_is_that_of_every_row_of_every_tensor(tensors, elements):
-    assert launch.alignment(tensors) == elements
+    assert arguments.alignment(tensors) == elements
 
 
 @pytest.fixture
@@ -185,18 +186,18 @@ def tf32():
 
 
 def test_fp32_is_true_fp32():
-    assert launch.precision_of(torch.float32) == "ieee"
+    assert arguments.precision_of(torch.float32) == "ieee"
 
 
 def test_fp32_is_tf32_where_pytorch_was_asked_for_it(tf32):
-    assert launch.precision_of(torch.float32) == "tf32"
-    assert launch.precision_of(torch.float64) == "ieee"
-    assert launch.precision_of(torch.bfloat16) == "ieee"
+    assert arguments.precision_of(torch.float32) == "tf32"
+    assert arguments.precision_of(torch.float64) == "ieee"
+    assert arguments.precision_of(torch.bfloat16) == "ieee"
 
 
 def test_compile_time_values():
     q = rows(2, 3, 5, 64)
-    constants = launch.constants_of(q, [q], Tiling(128, 64, 8, 2), (256, 128))
+    constants = arguments.constants_of(q, [q], Tiling(128, 64, 8, 2), (256, 128))
     assert constants == {
         "BLOCK_M": 128,
         "BLOCK_N": 64,
@@ -209,7 +210,8 @@ def test_compile_time_values():
     }
     double = q.double()
     assert (
-        launch.constants_of(double, [double], Tiling(64, 64, 4, 1), (64, 64))["FLOAT"] == tl.float64
+        arguments.constants_of(double, [double], Tiling(64, 64, 4, 1), (64, 64))["FLOAT"]
+        == tl.float64
     )
 
 
@@ -224,9 +226,9 @@ def test_compile_time_values():
 )
 def test_offsets_in_a_tile_are_64_bits_where_rows_are_far_apart(strides, kind, monkeypatch):
     # Of the strides alone: a tensor without memory has no alignment.
-    monkeypatch.setattr(launch, "alignment", lambda tensors: 8)
+    monkeypatch.setattr(arguments, "alignment", lambda tensors: 8)
     far = torch.zeros(1, dtype=torch.bfloat16, device="meta").as_strided((2, 3, 300, 64), strides)
-    constants = launch.constants_of(far, [far], Tiling(128, 64, 8, 2), (128, 64))
+    constants = arguments.constants_of(far, [far], Tiling(128, 64, 8, 2), (128, 64))
     assert constants["OFFSET"] == kind
 
 
@@ -257,21 +259,21 @@ def test_a_grid_that_is_too_large_is_an_error():
 
 def test_a_schedule_of_one_head_and_batch_is_shared_by_all():
     schedule = make_schedule(masks.causal)
-    values = launch.schedule_values(schedule)
+    values = arguments.schedule_values(schedule)
     assert (values["schedule_stride_b"], values["schedule_stride_h"]) == (0, 0)
     assert values["masked_width"] == values["masked_runs"].shape[-2]
     assert values["full_width"] == values["full_runs"].shape[-2]
 
 
 def test_a_schedule_that_varies_has_strides_in_rows_of_tiles():
-    by_batch = launch.schedule_values(make_schedule(masks.causal_document, **DOC))
+    by_batch = arguments.schedule_values(make_schedule(masks.causal_document, **DOC))
     assert (by_batch["schedule_stride_b"], by_batch["schedule_stride_h"]) == (1, 0)
 
     @fg.mask
     def by_head(h, q_idx, kv_idx):
         return kv_idx <= q_idx + h
 
-    values = launch.schedule_values(make_schedule(by_head, length=80))
+    values = arguments.schedule_values(make_schedule(by_head, length=80))
     rows_of_tiles = values["counts"].shape[2]
     assert (values["schedule_stride_b"], values["schedule_stride_h"]) == (0, rows_of_tiles)
 
@@ -330,9 +332,9 @@ def test_scale_goes_where_the_kernel_applies_it(launched):
     attend(fg.Attention(masks.causal), q, scale=0.5)
     attend(fg.Attention(masks.causal, softcap=30.0), q, scale=0.5)
     plain, capped = launched
-    assert plain["scale_log2"] == 0.5 * launch.LOG2E
+    assert plain["scale_log2"] == 0.5 * arguments.LOG2E
     assert "scale" not in plain
-    assert (capped["to_cap"], capped["scale_log2"]) == (0.5 / 30.0, 30.0 * launch.LOG2E)
+    assert (capped["to_cap"], capped["scale_log2"]) == (0.5 / 30.0, 30.0 * arguments.LOG2E)
 
 
 def test_a_negative_scale_moves_into_the_queries(launched):
@@ -340,7 +342,7 @@ def test_a_negative_scale_moves_into_the_queries(launched):
     attend(fg.Attention(masks.causal), q, scale=-0.5)
     attend(fg.Attention(masks.causal), q, scale=0.0)
     negative, zero = launched
-    assert negative["scale_log2"] == 0.5 * launch.LOG2E
+    assert negative["scale_log2"] == 0.5 * arguments.LOG2E
     assert (negative["q_ptr"] == -1).all()
     assert zero["scale_log2"] > 0
     assert (zero["q_ptr"] == 0).all()

@@ -13,8 +13,9 @@ from ..emit.sums import NO_DATA, summed
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound
-from . import LOG2E, variant_of
 from . import hopper_backward as launch_hopper_backward
+from . import variant_of
+from .arguments import LOG2E
 from .backward_run import Gradients as Gradients
 from .backward_run import Run
 from .backward_run import Saved as Saved

@@ -22,24 +22,18 @@ from ..schedule import Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
 from ..tiling.backward import square, tilings
-from . import (
-    constants_of,
-    current_target,
-    data_values,
-    dropout_values,
-    key_parts,
-    launch,
-    multiprocessors,
-    position_values,
-    range_values,
-    row_blocks,
-    schedule_values,
-    score_values,
-    tuned_as,
-    variant_of,
-)
+from . import current_target, key_parts, launch, multiprocessors, row_blocks, tuned_as, variant_of
 from . import diagonal as launch_diagonal
 from . import hopper_backward as launch_hopper_backward
+from .arguments import (
+    constants_of,
+    data_values,
+    dropout_values,
+    position_values,
+    range_values,
+    schedule_values,
+    score_values,
+)
 from .hopper_backward import strides
 
 _PREPARE = Tiling(64, 0, 4, 1)

@@ -1,9 +1,8 @@
-"""Running the kernels for few queries: splits of the keys, and their merging."""
+"""Running the kernel for few queries, whose keys are split."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from ..emit import decode as emit_decode
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound, Spec
-from ..tiling import Tiling
 from ..tiling.decode import (
     WHOLE_ROWS,
     Blocks,
@@ -27,25 +25,18 @@ from ..tiling.decode import (
     deal,
 )
 from . import (
-    alignment,
     current_target,
-    data_values,
-    forward_scales,
     key_parts,
     launch,
+    merging,
     multiprocessors,
     pair_bytes,
-    position_values,
     positive_scale,
-    precision_of,
     tuned_as,
     variant_of,
 )
+from .arguments import alignment, data_values, forward_scales, position_values, precision_of
 
-# Of the merging: its warps, splits that are read at once, and columns of a program. Of dealt tiles,
-# rows have few parts.
-MERGING, DEALT_MERGING = Tiling(0, 0, 4, 1), Tiling(0, 0, 1, 1)
-CHUNK, DEALT_CHUNK, COLUMNS = 32, 8, 128
 # What stands for a GPU's multiprocessors where kernels are interpreted.
 _INTERPRETED = 4
 
@@ -76,12 +67,6 @@ def kernel_of(
     generated = repairing(spec, variant) if repairs else generate(spec, variant, dealt=dealt)
     module = binaries.Kernels(generated.name, generated.text, parts)
     return module.repair_decoded if repairs else module.attention_decode, generated
-
-
-@functools.lru_cache(maxsize=8)
-def _merging(parts: tuple[str, ...], dealt: bool = False) -> Any:
-    generated = emit_decode.merging(dealt)
-    return binaries.Kernels(generated.name, generated.text, parts).merge
 
 
 def processors(device: torch.device) -> int:
@@ -165,10 +150,14 @@ class Work:
 
     def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of a call whose kernel has been launched."""
-        if self.splits.dealt:
-            _merge_dealt(self)
+        results = self.parts, self.lses, self.out, self.lse
+        if self.spans is not None:
+            merging.merge_dealt(
+                *results, spans=self.spans, batch=self.values["batch"], heads=self.values["heads"],
+                cu_seqlens_q=self.values.get("cu_seqlens_q_ptr"),
+            )  # fmt: skip
         elif self.partial:
-            merge(self.parts, self.lses, self.out, self.lse)
+            merging.merge(*results)
         return self.out, self.lse
 
 
@@ -338,45 +327,6 @@ def programs_of(blocks: Blocks, geometry: Geometry, *, dealt: bool = False) -> i
     """Programs of one split; of dealt tiles they belong to no sequence."""
     lines = blocks.count(geometry.q_len, geometry.group) * geometry.kv_heads
     return lines if dealt else lines * geometry.batch
-
-
-def merge(parts: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Merge parts [B, Hq, Sq, splits, Dv], whose LSE is in base 2, into out and the natural LSE."""
-    values = {
-        "parts_ptr": parts, "lses_ptr": lses, "out_ptr": out, "lse_ptr": lse,
-        "splits": parts.shape[-2],
-    }  # fmt: skip
-    constants = merging_constants(out.shape[-1], parts.dtype)
-    arguments = emit_decode.merging().arguments
-    programs = lse.numel() * math.ceil(out.shape[-1] / constants["BLOCK_D"])
-    launch(_merging(key_parts()), arguments, values, constants, MERGING, programs)
-
-
-def _merge_dealt(work: Work) -> None:
-    """Merge the parts of each row's span."""
-    out, lse, spans, packed = work.out, work.lse, work.spans, "cu_seqlens_q_ptr" in work.values
-    values = {
-        "parts_ptr": work.parts, "lses_ptr": work.lses, "out_ptr": out, "lse_ptr": lse,
-        "spans_ptr": spans, "batch": work.values["batch"], "heads": work.values["heads"],
-        "total_q": lse.shape[2], "cu_seqlens_q_ptr": work.values.get("cu_seqlens_q_ptr", spans),
-    }  # fmt: skip
-    constants = merging_constants(out.shape[-1], work.parts.dtype)
-    constants |= {"CHUNK": DEALT_CHUNK, "PACKED": packed}
-    arguments = emit_decode.merging(dealt=True).arguments
-    programs = lse.numel() * math.ceil(out.shape[-1] / constants["BLOCK_D"])
-    launch(_merging(key_parts(), dealt=True), arguments, values, constants, DEALT_MERGING, programs)
-
-
-def merging_constants(v_head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time values of the merging of parts of this dtype."""
-    import triton.language as tl
-
-    return {
-        "V_HEAD_DIM": v_head_dim,
-        "BLOCK_D": min(COLUMNS, max(16, 1 << (v_head_dim - 1).bit_length())),
-        "CHUNK": CHUNK,
-        "FLOAT": tl.float64 if dtype == torch.float64 else tl.float32,
-    }
 
 
 def constants_of(

@@ -11,7 +11,8 @@ from ..emit.backward import Module
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..tiling import Tiling
-from . import constants_of, launch
+from . import launch
+from .arguments import constants_of
 
 
 def by_distance(

@@ -22,7 +22,7 @@ from ..tiling.decode import MOST_QUERIES
 from ..tiling.hopper import KEYS, Shape, shape_for, shapes_to_try, works_on
 from ..tiling.hopper import tile_for as tile_for
 from ..tiling.shares import Shares, Work, choose_shares
-from . import decode
+from . import arguments, merging
 
 # Pages that are part of a tile.
 PAGES = (16, 32, 64)
@@ -133,12 +133,12 @@ def forward(
     page_size = geometry.pages.size if geometry.pages is not None else None
     paged = {} if page_size is None else {"PAGE_SIZE": page_size}
     values = {
-        **launch.forward_values(
+        **arguments.forward_values(
             q, k, v, out, lse, bound=bound, geometry=geometry, schedule=schedule, scale=scale,
             softcap=softcap, sinks=sinks,
         ),
         **descriptors(q, k, v, default, page_size),
-        **launch.range_values(bound.spec, schedule),
+        **arguments.range_values(bound.spec, schedule),
         "spoilt_ptr": spoilt,
         "batch": geometry.batch,
         "queue_ptr": None if geometry.packing is None else schedule.queue(),
@@ -151,12 +151,12 @@ def forward(
         launch.launch(kernel, texts[0].arguments, given, constants, WARPS, layout.programs)
         if layout.shares.splits > 1:
             results = out.view(-1, dims[1])[layout.row :], lse.view(-1)[layout.row :]
-            decode.merge(given["parts_ptr"], given["lses_ptr"], *results)
+            merging.merge(given["parts_ptr"], given["lses_ptr"], *results)
 
     what = launch.tuned_as(texts[0].name, texts[0].text, q.dtype)
     attend(tuned(what, q.device, default, dims, attend))
     tiling = launch.default_tiling(q, v.shape[-1], schedule, bound.spec)
-    constants = launch.constants_of(q, [q, k, v, out], tiling, schedule.block_size) | paged
+    constants = arguments.constants_of(q, [q, k, v, out], tiling, schedule.block_size) | paged
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
     programs = math.ceil(values["items"] / _CHUNK)
     constants["CHUNK"] = _CHUNK

@@ -168,6 +168,7 @@ def test_lengths_scalars_splits_and_batches_are_one_binary(monkeypatch):
         found.append((kernel, [values[name] for name in names], constants, tiling))
 
     monkeypatch.setattr(launch_decode, "launch", record)
+    monkeypatch.setattr(launch_decode.merging, "launch", record)
     monkeypatch.setattr(launch_decode, "current_target", lambda _: tiling.target_of("cuda", 90))
     attend = fg.Attention(masks.sliding_window)
     for length, window, batch in ((700, 5, 2), (1024, 16, 1), (4097, 1, 3), (640, 17, 2)):
