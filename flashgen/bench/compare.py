@@ -1,38 +1,40 @@
-"""What rows say: one side beside the best of the others, and means over all work."""
+"""What rows say: everybody's times of each work side by side, and means over all work."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from .table import Row, markdown
+from .table import Row
 
 # Masks that other kernels were written for by hand.
 _DENSE = ("full", "causal")
 
 
-def best_peers(rows: Sequence[Row], ours: str) -> list[str]:
-    """A table of Markdown: for each work how many times as fast as the best peer, and who it is."""
+def matrix(
+    ms: Mapping[tuple[str, str], float | None], ours: str, base: str, rates: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of a table of works and backends: `ms[work, backend]`.
+
+    Behind the times stand `rates[work]`, the ratio to `base`, and where there are others, to the
+    fastest of all: how many times as fast `ours` is."""
+    backends = list(dict.fromkeys(backend for _, backend in ms))
+    backends.sort(key=lambda backend: backend == ours)
+    others = [backend for backend in backends if backend != ours]
+    header = ["work", *backends, "TFLOP/s (of matmul)", f"x {base}"]
+    header += ["x the best peer"] if len(others) > 1 else []
     lines = []
-    for work, group in groupby(rows, lambda row: row.work):
-        own = list(group)
-        mine = next((row for row in own if row.backend == ours), None)
-        others = [row for row in own if row.backend != ours]
-        if mine is not None and others:
-            forward = min(others, key=lambda row: row.forward_ms)
-            cells = (f"{forward.forward_ms / mine.forward_ms:.3f}", forward.backend)
-            lines.append((work, *cells, *_backward(mine, others)))
-    header = ("work", "forward, x the best peer", "which is", "backward", "which is")
-    return list(markdown(header, lines)) if lines else []
-
-
-def _backward(mine: Row, others: Sequence[Row]) -> tuple[str, str]:
-    timed = [(row.backward_ms, row.backend) for row in others if row.backward_ms is not None]
-    if mine.backward_ms is None or not timed:
-        return "", ""
-    ms, backend = min(timed)
-    return f"{ms / mine.backward_ms:.3f}", backend
+    for work in dict.fromkeys(work for work, _ in ms):
+        own = ms.get((work, ours))
+        taken = {name: t for name in others if (t := ms.get((work, name))) is not None}
+        times = [ms.get((work, name)) for name in backends]
+        line = [work, *("" if t is None else f"{t:.3f}" for t in times), rates.get(work, "")]
+        best = min(taken.values(), default=None)
+        compared = [taken.get(base), best] if len(others) > 1 else [taken.get(base)]
+        line += ["" if own is None or t is None else f"{t / own:.3f}" for t in compared]
+        lines.append(line)
+    return header, lines
 
 
 def geometric_means(rows: Sequence[Row], ours: str, peer: str) -> list[str]:

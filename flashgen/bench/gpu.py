@@ -13,7 +13,7 @@ import torch
 from .. import api
 from ..errors import FlashgenError
 from . import peers
-from .compare import best_peers, geometric_means
+from .compare import geometric_means, matrix
 from .flex import Counted, count, flex_attention
 from .measure import Times
 from .sides import Side, differences, times
@@ -204,33 +204,28 @@ def show(rows: Sequence[GpuRow]) -> None:
 
 
 def print_rows(rows: Sequence[GpuRow]) -> None:
-    """A table of Markdown: ms, TFLOP/s, the share of a matrix product's rate, and how many times as
-    fast as FlexAttention, in both directions."""
-    one = ("ms", "TFLOP/s", "of matmul", "x")
-    bases = {row.work: row for row in rows if row.backend == peers.TRITON}
-    lines = []
-    for row in rows:
-        base = bases.get(row.work)
-        ms, backward_ms = (base.forward_ms, base.backward_ms) if base else (None, None)
-        forward = _cells(row.forward_ms, row.forward_tflops, row.forward_share, ms)
-        backward = _cells(row.backward_ms, row.backward_tflops, row.backward_share, backward_ms)
-        lines.append((row.work, row.backend, *forward, *backward))
-    print_markdown(("work", "backend", *one, *(f"backward {x}" for x in one)), lines)
-
-
-def _cells(
-    ms: float | None, tflops: float | None, share: float | None, base: float | None
-) -> tuple[str, str, str, str]:
-    if ms is None or tflops is None or share is None:
-        return "", "", "", ""
-    return f"{ms:.3f}", f"{tflops:.0f}", f"{share:.2f}", "" if base is None else f"{base / ms:.2f}"
+    """Two tables of Markdown, a row for each work: everybody's milliseconds; flashgen's TFLOP/s and
+    their share of a matrix product's rate; how many times as fast as FlexAttention and as the best
+    of the others."""
+    forward = {(row.work, row.backend): row.forward_ms for row in rows}
+    backward = {(row.work, row.backend): row.backward_ms for row in rows}
+    ours = {row.work: row for row in rows if row.backend == OURS}
+    rates = {w: f"{row.forward_tflops:.0f} ({row.forward_share:.2f})" for w, row in ours.items()}
+    print("Forward, milliseconds:\n")
+    print_markdown(*matrix(forward, OURS, peers.TRITON, rates))
+    rates = {
+        work: f"{row.backward_tflops:.0f} ({row.backward_share:.2f})"
+        for work, row in ours.items()
+        if row.backward_tflops is not None
+    }
+    print("\nBackward, milliseconds:\n")
+    print_markdown(*matrix(backward, OURS, peers.TRITON, rates))
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """flashgen beside the best peer on every work, and beside FlexAttention's two backends in
-    geometric means; who isn't installed."""
+    """flashgen beside FlexAttention's two backends in geometric means; who isn't installed."""
     missing = [f"{name} ({reason})" for name, reason in peers.absent().items()]
-    lines = [*best_peers(rows, OURS), ""]
+    lines: list[str] = []
     for peer in (peers.TRITON, peers.FLASH):
         lines += geometric_means(rows, OURS, peer)
     return "\n".join([*lines, f"Not installed: {', '.join(missing) or 'nobody'}."])
