@@ -53,8 +53,15 @@ def test_calls_alternate_and_medians_leave_the_first_turn_out(clock: Clock) -> N
 
     found = turns.medians({"a": work("a", 50.0, 2.0), "b": work("b", 30.0, 3.0)}, 5)
     assert found == {"a": 2.0, "b": 3.0}
-    # 5 rounds of 40 ms for each of two, by what the first turn took.
-    assert calls == ["a", "b"] * (1 + 5)
+    # 5 rounds of 40 ms for each of two would be 5 turns, by what the first one took.
+    assert len(calls) == 2 * (1 + 30)
+    assert calls[:2] == ["a", "b"]
+    for turn in range(2, len(calls), 4):
+        there, back = calls[turn : turn + 2], calls[turn + 2 : turn + 4]
+        assert there == back[::-1]
+        assert set(there) == {"a", "b"}
+    assert calls[2:].count("a") == 30
+    assert {calls[n] for n in range(2, len(calls), 4)} == {"a", "b"}
 
 
 def test_how_many_turns(clock: Clock) -> None:
@@ -68,6 +75,7 @@ def test_how_many_turns(clock: Clock) -> None:
         turns.milliseconds(call, rounds)
         return len(calls) - 1
 
-    assert [turns_of(ms, 1) for ms in (0.01, 1.0, 30.0, 900.0)] == [100, 40, 2, 2]
+    assert [turns_of(ms, 1) for ms in (0.01, 1.0, 30.0, 999.0, 1001.0)] == [100, 40, 6, 6, 2]
     assert turns_of(0.01, 3) == 300
-    assert turns_of(30.0, 3) == 4
+    assert turns_of(4.9, 3) == 26
+    assert turns_of(2000.0, 3) == 6

@@ -5,14 +5,17 @@ timed one after the other are up to a tenth faster or slower by what ran before 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 import torch
 
-# Milliseconds that each work gets in a round, and how often it runs at least and at most.
-_EACH, _FEWEST, _MOST = 40.0, 2, 100
+# Milliseconds that each work gets in a round; turns of a round at least, if they take less than so
+# many milliseconds, and at most. All are even.
+_EACH, _FEWEST, _MOST = 40.0, {6: 1000.0, 2: math.inf}, 100
 # Bytes written between two calls: more than a GPU's L2 holds.
 _FLUSHED = 1 << 28
 
@@ -20,11 +23,17 @@ _FLUSHED = 1 << 28
 def medians(works: Mapping[str, Callable[[], Any]], rounds: int = 1) -> dict[str, float]:
     """Milliseconds of each work by a GPU's events, the cache flushed before every call.
 
-    A turn before isn't counted. `rounds` multiplies how many are."""
+    A turn before isn't counted. `rounds` multiplies how many are. Every other turn has a new order,
+    those between them the one before backwards: what runs before a work counts in its time."""
     cache = torch.empty(_FLUSHED, dtype=torch.int8, device="cuda")
     first = sum(_taken(_turn(works, cache)).values())
-    count = min(max(round(rounds * _EACH * len(works) / first), _FEWEST), rounds * _MOST)
-    turns = [_turn(works, cache) for _ in range(count)]
+    fewest = next(turns for turns, most in _FEWEST.items() if first < most)
+    pairs = math.ceil(rounds * _EACH * len(works) / first / 2)
+    pairs = min(max(pairs, rounds * fewest // 2), rounds * _MOST // 2)
+    random, turns = Random(0), []
+    for _ in range(pairs):
+        order = random.sample(list(works), len(works))
+        turns += [_turn({n: works[n] for n in names}, cache) for names in (order, order[::-1])]
     taken = [_taken(turn) for turn in turns]
     return {name: statistics.median(turn[name] for turn in taken) for name in works}
 
