@@ -22,9 +22,9 @@ from flashgen.tiling.decode import LATENT_TILE, Splits
 MARK = 7.0
 
 
-@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    B, H, S = 2, 4, 200
+    B, H, S = 1, 2, 140
     shapes = ((B, H, S, 16), (B, kv_heads, S, 16), (B, kv_heads, S, 16))
     q, k, v = (torch.randn(s, requires_grad=True) for s in shapes)
     attend = fg.Attention(mask=masks.causal)
@@ -32,8 +32,8 @@ def test_flagged_tiles_alone_are_computed(monkeypatch: pytest.MonkeyPatch, kv_he
     grad = torch.randn_like(out)
     right = torch.autograd.grad(out, (q, k, v), grad)
     flags = {
-        "q": torch.randint(0, 2, (B, H, 4), dtype=torch.int32),
-        "kv": torch.randint(0, 2, (B, kv_heads, 4), dtype=torch.int32),
+        "q": torch.tensor([[[0, 1, 1], [1, 0, 0]]], dtype=torch.int32),
+        "kv": torch.tensor([[[1, 0, 1], [0, 1, 0]]], dtype=torch.int32)[:, :kv_heads],
     }
 
     def leave_marks(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -128,13 +128,12 @@ def test_spoilt_latent_rows_alone_are_computed() -> None:
 @pytest.mark.parametrize("rows", [pytest.param(128, marks=pytest.mark.slow), 192])
 def test_marked_rows_alone_are_computed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """More blocks of rows than one program looks at."""
-    B, H, S = 2, 5, 460
+    B, H, S = 2, 4, 300
     q, k, v = (torch.randn(B, h, S, 16) for h in (H, 1, 1))
     attend = fg.Attention(mask=masks.causal)
-    right, _ = attend(q, k, v, backend="interpret", return_lse=True)
+    right, lse = attend(q, k, v, backend="cpu", return_lse=True)
     call = attend._check_look(q, k, v, {})
     schedule = attend.schedule(q, k, v, block_size=(rows, 64))
-    lse = attend(q, k, v, backend="interpret", return_lse=True)[1]
     flags = torch.rand(B, H, S) < 0.003
     _, repair = launch_hopper.generate(spell(call.bound).spec, emit.Variant(16, 16), rows // 64)
     module = cache.module(repair.name, repair.text, launch.key_parts())
