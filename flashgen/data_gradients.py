@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from .emit.gradients import EXACT_WORDS, Wanted
-from .expr import Expr, walk
+from .expr import Expr, leaves, walk
 from .geometry import Geometry
 from .spec import Bound, Spec
 
 # What the integers of an exact sum count (templates/functions.j2), the smallest first.
 _UNITS = tuple(2.0 ** (24 * i - 149) for i in range(EXACT_WORDS - 2))
+
+
+def wanted(bound: Bound, needed: Sequence[bool]) -> tuple[str, ...]:
+    """Names of the data whose gradient is `needed` (of each tensor) and isn't zero."""
+    loaded = leaves(bound.spec.score, "load")
+    pairs = zip(bound.spec.tensors, needed, strict=True)
+    return tuple(tensor.name for tensor, need in pairs if need and tensor.name in loaded)
 
 
 def stored(spec: Spec, names: tuple[str, ...], geometry: Geometry) -> tuple[str, ...]:

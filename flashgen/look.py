@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from . import cache, emit, launch, plan
+from . import cache, data_gradients, emit, launch, plan
 from .backends import Choice
 from .bounds import tile_rule
 from .call import Call
@@ -22,7 +22,7 @@ from .model import Cost
 from .order import Ordered, ordered
 from .schedule import Schedule
 from .show import explain_text
-from .spec import Spec
+from .spec import Bound, Spec
 from .tiling.hopper import shape_for
 
 LINES_SHOWN = 24
@@ -53,7 +53,7 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     spec, variant = _kernel_of(call)
     made = _forward(call, choice, kernel)
     if call.geometry.pages is None and not kernel.decodes:
-        made += _backward(call, choice)
+        made += [emit.Generated(m.name, m.text, ()) for m in _backward(call, choice)]
     if spec.mask is not None:
         planning = replace(variant, head_dim=0, v_head_dim=0, dropout=False, approximates=False)
         made.append(plan.generate(spec, planning).generated)
@@ -63,20 +63,37 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
     return [*made, listing]
 
 
-def _backward(call: Call, choice: Choice) -> list[emit.Generated]:
+def _backward(call: Call, choice: Choice) -> list[Any]:
+    """The modules of the gradients of q, k, v, and of the data that wants any."""
     spec, variant = _kernel_of(call)
-    on_hopper = choice.name == "hopper" and not _no_hopper_backward(call)
-    modules: list[Any] = [launch_backward.generate(spec, variant, Wanted(), repairs=on_hopper)]
-    if on_hopper:
-        modules.insert(0, launch_hopper_backward.generate(spec, variant))
-    return [emit.Generated(made.name, made.text, ()) for made in modules]
+    division = _division(call, spell(call.bound), hopper=choice.name == "hopper")
+    if choice.name != "hopper" or _no_hopper_backward(call):
+        return [launch_backward.generate(spec, variant, division.kernels)]
+    modules: list[Any] = [
+        launch_hopper_backward.generate(spec, variant, wanted=division.added),
+        launch_backward.generate(spec, variant, division.repairs, repairs=True),
+    ]
+    if division.rest:
+        modules.append(launch_backward.generate(spec, variant, division.alone))
+    return modules
+
+
+def _division(call: Call, bound: Bound, *, hopper: bool) -> launch_backward.Division:
+    """Which kernels compute the gradients of q, k, v, and of the data that wants any, by the names
+    of `bound`."""
+    dims = (call.q.shape[-1], call.v.shape[-1])
+    data = data_gradients.wanted(bound, [x.requires_grad for x in call.data])
+    return launch_backward.divide(
+        Wanted(data=data), bound, call.geometry, dims, call.q.dtype, deterministic=False,
+        hopper=hopper,
+    )  # fmt: skip
 
 
 def _no_hopper_backward(call: Call, block_size: tuple[int, int] = (128, 128)) -> str:
     """Why the gradients of a call with Hopper's forward come from portable kernels."""
-    dims = (call.q.shape[-1], call.v.shape[-1])
+    dims, division = (call.q.shape[-1], call.v.shape[-1]), _division(call, call.bound, hopper=True)
     given = (call.bound, call.geometry, dims, call.q.dtype, block_size, call.scale)
-    return launch_hopper_backward.obstacle(*given, dropout=call.dropout is not None)
+    return launch_backward.obstacle(division, *given, dropout=call.dropout is not None)
 
 
 def _path(generated: emit.Generated) -> str:
@@ -111,7 +128,7 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
     """The blocks in use: those that tuning has found, or the default."""
     if kernel.decodes:
         return describe(call, schedule, choice.name)
-    spec, variant = _kernel_of(call)
+    spec, _ = _kernel_of(call)
     generated = _forward(call, choice, kernel)[0]
     dims = (call.q.shape[-1], call.v.shape[-1])
     if choice.name != "hopper":
@@ -121,13 +138,25 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
     default, device = shape_for(*dims, keys, rows), call.q.device
     what = launch.tuned_as(generated.name, generated.text, call.q.dtype)
     forward = _named(default, launch_hopper.tuned(what, device, default, dims))
-    if problem := _no_hopper_backward(call, schedule.block_size):
-        return f"{forward}\nbackward: portable; {problem}"
-    made = launch_hopper_backward.generate(spec, variant)
+    return f"{forward}\n{_blocks_back(call, schedule.block_size)}"
+
+
+def _blocks_back(call: Call, block_size: tuple[int, int]) -> str:
+    """Which kernels compute the gradients of a call with Hopper's forward, and their steps."""
+    spec, variant = _kernel_of(call)
+    if problem := _no_hopper_backward(call, block_size):
+        return f"backward: portable; {problem}"
+    added = _division(call, spell(call.bound), hopper=True).added
+    made = launch_hopper_backward.generate(spec, variant, wanted=added)
     default = launch_hopper_backward.default_steps(variant)
     what = launch.tuned_as(made.name, made.text, call.q.dtype)
-    steps = launch_hopper_backward.tuned(what, device, default, schedule.block_size, variant.packed)
-    return f"{forward}\nbackward: hopper, {_named(default, steps)}"
+    steps = launch_hopper_backward.tuned(what, call.q.device, default, block_size, variant.packed)
+    text = f"backward: hopper, {_named(default, steps)}"
+    division = _division(call, call.bound, hopper=True)
+    for names, where in ((division.added.data, "with them"), (division.rest, "portable")):
+        if names:
+            text += f"\ngradients of {', '.join(names)}: {where}"
+    return text
 
 
 def _named(default: Any, found: Any) -> str:

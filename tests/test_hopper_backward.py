@@ -115,6 +115,49 @@ def test_source_shows_the_kernels_that_run() -> None:
     assert "spoilt_ptr" in wide
 
 
+@fg.attention(mask=masks.causal)
+def tilted(score, h, q_idx, kv_idx, slope: fg.Tensor, table: fg.Tensor):
+    return score + slope[h] * (kv_idx - q_idx) + table[q_idx - kv_idx]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_data_are_told_apart(packed: bool) -> None:
+    """By whether they are wanted, and by which kernels compute them."""
+    on_hopper, kernel = Choice("hopper", "asked for"), Kernel("forward", "")
+    q, places = torch.empty(1, 2, 40, 128, dtype=HALF), {}
+    if packed:
+        q = torch.empty(40, 2, 128, dtype=HALF)
+        ends = torch.tensor([0, 40], dtype=torch.int32)
+        places = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+
+    def told(**learned: bool) -> tuple[str, str]:
+        slope, table = (torch.ones(n, requires_grad=learned.get(x, False))
+                        for n, x in ((2, "slope"), (40, "table")))  # fmt: skip
+        call = tilted._check_look(q, q, q, {**places, "slope": slope, "table": table})
+        schedule = fg.Attention(masks.causal).schedule(q, q, q, **places, block_size=128)
+        page = look.explain(call, schedule, on_hopper, kernel)
+        return page, look.source(call, on_hopper, kernel)
+
+    page, source = told()
+    assert "backward: hopper" in page
+    assert "gradients of" not in page
+    assert "grad_slope_ptr" not in source
+    page, source = told(slope=True)
+    assert "gradients of slope: with them" in page
+    assert source.count("def attention_backward_kv(") == 1
+    assert "grad_slope_ptr" in source
+    page, source = told(slope=True, table=True)
+    assert "grad_table__ptr" in source
+    if packed:
+        assert "backward: portable; portable kernels compute gradients of packed" in page
+        assert "data (table)" in page
+        assert "def attend(" not in source
+    else:
+        assert "gradients of slope: with them" in page
+        assert "gradients of table: portable" in page
+        assert "def attend(" in source
+
+
 def test_masks_alone_are_looked_at_in_masked_steps_only() -> None:
     """A changed score is computed in every step, with its slope; a mask's test behind a branch."""
     call = call_of(alibi, slope=torch.ones(2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,68 @@ from .backward_run import Gradients as Gradients
 from .backward_run import Run
 from .backward_run import Saved as Saved
 from .backward_run import generate as generate
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which kernels compute which gradients, where Hopper's can.
+
+    `kernels`: all that kernels compute of what is wanted; `added`: of data, what Hopper's add up;
+    `rest`: of data, what portable kernels compute."""
+
+    kernels: Wanted
+    added: Wanted
+    rest: tuple[str, ...]
+
+    @property
+    def repairs(self) -> Wanted:
+        """What portable kernels compute again, of tiles that aren't finite."""
+        return replace(self.kernels, q=True, k=True, v=True, data=(), stored=(), exact=False)
+
+    @property
+    def alone(self) -> Wanted:
+        """What portable kernels compute of the rest, beside Hopper's."""
+        return replace(self.kernels, q=False, k=False, v=False, data=self.rest)
+
+
+def divide(
+    wanted: Wanted,
+    bound: Bound,
+    geometry: Geometry,
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    deterministic: bool,
+    hopper: bool,
+) -> Division:
+    """What is wanted, divided; `hopper`: whether Hopper's kernels may have a part."""
+    kernels = _kernels(wanted, bound, geometry, dtype, deterministic)
+    added = NO_DATA
+    if hopper:
+        added = summed(bound.spec, kernels, variant_of(bound, geometry, *head_dims))
+    rest = tuple(name for name in kernels.data if name not in added.data)
+    return Division(kernels, added, rest)
+
+
+def obstacle(
+    division: Division,
+    bound: Bound,
+    geometry: Geometry,
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    block_size: tuple[int, int],
+    scale: float,
+    dropout: bool = False,
+) -> str:
+    """Why portable kernels compute all of a call's gradients; empty where Hopper's do."""
+    if geometry.packing is not None and division.rest:
+        return (
+            f"portable kernels compute gradients of packed sequences' data"
+            f" ({', '.join(division.rest)}) along with the others"
+        )
+    return launch_hopper_backward.obstacle(
+        bound, geometry, head_dims, dtype, block_size, scale, dropout
+    )
 
 
 def backward(
@@ -41,68 +103,47 @@ def backward(
 
     `hopper`: by Hopper's kernels where they can."""
     saved = _unit_strides(saved)
-    kernels = _kernels(saved, wanted, bound, geometry, deterministic)
-    added = _added(saved, kernels, bound, geometry) if hopper else NO_DATA
-    rest = tuple(name for name in kernels.data if name not in added.data)
-    on_hopper = hopper and not _obstacle_to_hopper(
-        saved, rest, bound, geometry, schedule, scale, dropout is not None
+    dims, dtype = (saved.q.shape[-1], saved.v.shape[-1]), saved.q.dtype
+    wanted = replace(wanted, lse=saved.grad_lse is not None)
+    division = divide(
+        wanted, bound, geometry, dims, dtype, deterministic=deterministic, hopper=hopper
     )
+    kernels = division.kernels
+    common = (bound, geometry, dims, dtype, schedule.block_size, scale, dropout is not None)
+    on_hopper = hopper and not (obstacle(division, *common) or _cannot_describe(saved))
     if on_hopper:
         kernels = replace(kernels, q=True, k=True, v=True)
     grads = _allocate(saved, kernels if on_hopper else wanted, kernels, bound, geometry, on_hopper)
     if not saved.lse.numel() or not saved.k.shape[2] or not geometry.batch:
         return _without_pairs(saved, grads, bound, sinks if sinks_wanted else None)
     call = (bound, geometry, schedule, scale, softcap, dropout)
-    # Hopper's kernels leave gradients of other data to the portable ones, as they do repairs.
-    alone = replace(kernels, data=(), stored=(), exact=False) if on_hopper else kernels
-    run = Run(saved, alone, *call, repairs=on_hopper)
+    run = Run(saved, division.repairs if on_hopper else kernels, *call, repairs=on_hopper)
     run.prepare()
     if on_hopper:
-        run.on_hopper(grads, deterministic, added)
+        run.on_hopper(grads, deterministic, division.added)
     run.portable(grads)
-    if on_hopper and rest:
-        of_rest = replace(kernels, q=False, k=False, v=False, data=rest)
-        Run(saved, of_rest, *call, prepared=run).portable(grads)
+    if on_hopper and division.rest:
+        Run(saved, division.alone, *call, prepared=run).portable(grads)
     of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 
 def _kernels(
-    saved: Saved, wanted: Wanted, bound: Bound, geometry: Geometry, deterministic: bool
+    wanted: Wanted, bound: Bound, geometry: Geometry, dtype: torch.dtype, deterministic: bool
 ) -> Wanted:
     """What the kernels compute of what is wanted, and how."""
     stored = data_gradients.stored(bound.spec, wanted.data, geometry)
     # float64 is for the interpreter, whose programs run one after the other.
-    exact = deterministic and len(stored) < len(wanted.data) and saved.q.dtype != torch.float64
-    kernels = replace(wanted, lse=saved.grad_lse is not None, stored=stored, exact=exact)
+    exact = deterministic and len(stored) < len(wanted.data) and dtype != torch.float64
+    kernels = replace(wanted, stored=stored, exact=exact)
     return replace(kernels, q=False, k=False) if ignores_score(bound.spec) else kernels
 
 
-def _added(saved: Saved, kernels: Wanted, bound: Bound, geometry: Geometry) -> Wanted:
-    """What Hopper's kernels add up of gradients of data."""
-    dims = (saved.q.shape[-1], saved.v.shape[-1])
-    return summed(bound.spec, kernels, variant_of(bound, geometry, *dims))
-
-
-def _obstacle_to_hopper(
-    saved: Saved,
-    rest: tuple[str, ...],
-    bound: Bound,
-    geometry: Geometry,
-    schedule: Schedule,
-    scale: float,
-    dropout: bool,
-) -> str:
-    if geometry.packing is not None and rest:
-        return "portable kernels compute gradients of packed sequences' data along with the others"
-    dims = (saved.q.shape[-1], saved.v.shape[-1])
-    size = schedule.block_size
-    problem = launch_hopper_backward.obstacle(
-        bound, geometry, dims, saved.q.dtype, size, scale, dropout
-    )
+def _cannot_describe(saved: Saved) -> str:
+    """Why TMA can't address one of the tensors; empty if it can."""
     tensors = {"q": saved.q, "k": saved.k, "v": saved.v, "grad_out": saved.grad_out}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    return problem or launch_hopper_backward.can_describe(given)
+    return launch_hopper_backward.can_describe(given)
 
 
 def _allocate(

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from .. import launch
+from .. import data_gradients, launch
 from ..config import config
 from ..emit.gradients import Wanted
-from ..expr import leaves
 from ..geometry import Geometry
 from ..kernel_names import spell
 from ..launch import backward as launch_backward
@@ -157,7 +156,8 @@ class Kernels:
 
         def run() -> Gradients:
             bound = with_tensors(self._bound, data)
-            wanted = Wanted(needed[0], needed[1], needed[2], _wanted_data(bound, needed))
+            of_data = data_gradients.wanted(bound, needed[4:])
+            wanted = Wanted(needed[0], needed[1], needed[2], of_data)
             with config.under(self._overrides):
                 grads = launch_backward.backward(
                     saved,
@@ -170,8 +170,8 @@ class Kernels:
                     schedule=self._schedule,
                     **self._arguments,
                 )
-            of_data = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
-            return grads.q, grads.k, grads.v, grads.sinks, *of_data
+            found = (grads.data.get(tensor.name) for tensor in bound.spec.tensors)
+            return grads.q, grads.k, grads.v, grads.sinks, *found
 
         read, layout = self._schedule.read_by(by_key=True, hopper=hopper, ordered=deterministic)
         # What was saved may have been put elsewhere in between.
@@ -189,13 +189,6 @@ def with_tensors(bound: Bound, data: Sequence[torch.Tensor]) -> Bound:
     """What the expressions read, as autograd handed it over."""
     names = (tensor.name for tensor in bound.spec.tensors)
     return Bound(bound.spec, bound.scalars, dict(zip(names, data, strict=True)))
-
-
-def _wanted_data(bound: Bound, needed: Sequence[bool]) -> tuple[str, ...]:
-    """Names of the data whose gradient is needed and isn't zero."""
-    loaded = leaves(bound.spec.score, "load")
-    pairs = zip(bound.spec.tensors, needed[4:], strict=True)
-    return tuple(tensor.name for tensor, need in pairs if need and tensor.name in loaded)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
