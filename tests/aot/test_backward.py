@@ -84,9 +84,15 @@ def check(target: str, compiled: aot.Compiled) -> None:
     assert compiled.shared <= target_of(*aot.TARGETS[target]).shared
 
 
-@pytest.mark.parametrize("kind", ["q", "kv"])
-@pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("target", ["sm_90", "sm_80", "gfx942"])
+KERNELS = [(target, dim, kind) for target in ("sm_90", "sm_80", "gfx942")
+           for dim in (64, 128) for kind in ("q", "kv")]  # fmt: skip
+SOME = {("sm_90", 128, "q"), ("sm_90", 128, "kv"), ("sm_80", 128, "kv"), ("gfx942", 128, "q")}
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "kind"),
+    [pytest.param(*one, marks=[] if one in SOME else pytest.mark.slow) for one in KERNELS],
+)
 def test_causal(target: str, head_dim: int, kind: str) -> None:
     spec = spec_of(fg.Attention(mask=masks.causal))
     check(target, compile_backward(spec, target, kind, head_dim))
@@ -112,7 +118,7 @@ def biased(score, b, h, q_idx, kv_idx, bias: fg.Tensor):
     return score + bias[b, h, q_idx, kv_idx]
 
 
-@pytest.mark.parametrize("how", ["add", "exact"])
+@pytest.mark.parametrize("how", [pytest.param("add", marks=pytest.mark.slow), "exact"])
 @pytest.mark.parametrize("target", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_gradients_of_data_by_rows_and_columns(target: str, how: str) -> None:
     data = {"slope": torch.zeros(1), "gate": torch.zeros(16), "column": torch.zeros(16)}
@@ -123,8 +129,15 @@ def test_gradients_of_data_by_rows_and_columns(target: str, how: str) -> None:
     assert compiled.spills <= 128
 
 
-@pytest.mark.parametrize("how", ["exact", "stored"])
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize(
+    ("target", "how"),
+    [
+        ("sm_90", "stored"),
+        ("gfx942", "exact"),
+        pytest.param("sm_90", "exact", marks=pytest.mark.slow),
+        pytest.param("gfx942", "stored", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_data_by_pairs(target: str, how: str) -> None:
     """Added up in integers; or stored, where no two pairs share an element."""
     learned, size = (biased, (1, 1, 16, 16)) if how == "stored" else (by_sum, (16,))
@@ -171,7 +184,7 @@ def test_documents_with_learned_slopes(target: str, kind: str) -> None:
     [
         pytest.param("sm_90", "q", marks=pytest.mark.slow),
         ("sm_90", "kv"),
-        ("gfx942", "q"),
+        pytest.param("gfx942", "q", marks=pytest.mark.slow),
         pytest.param("gfx942", "kv", marks=pytest.mark.slow),
     ],
 )
@@ -183,19 +196,23 @@ def test_dropout(target: str, kind: str) -> None:
     assert compiled.spills <= 256
 
 
-@pytest.mark.parametrize("wanted", [Wanted(q=False, k=False), Wanted(v=False)], ids=str)
+@pytest.mark.parametrize(
+    "wanted",
+    [Wanted(q=False, k=False), pytest.param(Wanted(v=False), marks=pytest.mark.slow)],
+    ids=["of values", "of keys"],
+)
 def test_fewer_gradients(wanted: Wanted) -> None:
     spec = spec_of(fg.Attention(mask=masks.causal))
     check("sm_90", compile_backward(spec, "sm_90", "kv", 64, wanted=wanted))
 
 
-def test_padded_keys_and_true_float32() -> None:
+@pytest.mark.parametrize("kind", [pytest.param("q", marks=pytest.mark.slow), "kv"])
+def test_padded_keys_and_true_float32(kind: str) -> None:
     spec = spec_of(fg.Attention(mask=masks.causal))
     variant = Variant(40, 72, "lens", True)
-    for kind in ("q", "kv"):
-        compiled = compile_backward(spec, "sm_90", kind, 72, torch.float32, variant=variant)
-        print(compiled)
-        assert compiled.shared <= target_of("cuda", 90).shared
+    compiled = compile_backward(spec, "sm_90", kind, 72, torch.float32, variant=variant)
+    print(compiled)
+    assert compiled.shared <= target_of("cuda", 90).shared
 
 
 def test_the_text_is_the_same_each_time() -> None:
