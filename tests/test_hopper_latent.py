@@ -135,6 +135,18 @@ def test_score_functions(run):
     check(got, q, kv, j <= i, score=score, softcap=9.0, sinks=sinks)
 
 
+def test_scores_that_outgrow_the_first_maximum(run):
+    """Of some heads they rise along the keys, of others they fall; each has bits of its own."""
+    q, kv = inputs(2, 6, 1, 400)
+    kv[..., RANK:] = torch.arange(400)[:, None] / 50
+    q[..., RANK:] = torch.tensor([1.5, 0, -1.5, 1, 0.3, -1])[:, None, None]
+    attend = fg.Attention(heads=MLA)
+    got = run(attend, q, kv, Splits(1, 0))
+    check(got, q, kv, torch.ones(1, 1, 1, 400, dtype=torch.bool))
+    for h in range(6):
+        assert torch.equal(run(attend, q[:, [h]], kv, Splits(1, 0))[0], got[0][:, [h]])
+
+
 def test_data_of_a_mask(run):
     q, kv = inputs(2, 5, 4, 260)
     doc = torch.randint(0, 3, (2, 260), dtype=torch.int32)

@@ -131,6 +131,24 @@ def test_values_that_are_not_finite_and_not_seen(monkeypatch: pytest.MonkeyPatch
     assert out[0, :, 1].isnan().all()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scores_that_outgrow_the_first_maximum(
+    monkeypatch: pytest.MonkeyPatch, nan_filled_empty: None, splits: int
+) -> None:
+    """Of some heads they rise along the keys, of others they fall; each has bits of its own."""
+    fix_splits(monkeypatch, splits)
+    T = 2000
+    q, kv = inputs(2, 6, 1, T)
+    kv[..., 512:] = torch.arange(T, device="cuda")[:, None] / 300
+    q[..., 512:] = torch.tensor([1.5, 0, -1.5, 1, 0.3, -1], device="cuda")[:, None, None]
+    every = torch.ones(1, 1, 1, T, dtype=torch.bool, device="cuda")
+    attend = fg.Attention(heads=MLA)
+    check(attend, q, kv, every)
+    out = attend(q, kv, scale=SCALE, backend="hopper")
+    for h in range(6):
+        assert torch.equal(attend(q[:, [h]], kv, scale=SCALE, backend="hopper"), out[:, [h]])
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     q, kv = inputs(3, 16, 1, 5000)
     lens = torch.tensor([5000, 17, 2500], dtype=torch.int32, device="cuda")

@@ -118,16 +118,14 @@ def weigh(
     COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     OUT: gl.constexpr = hopper.accumulator(256)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    OPERAND: gl.constexpr = hopper.operand(256)
     DTYPE: gl.constexpr = k_half_desc.dtype
     index = gl.arange(0, BLOCK_M, ROW)
     q_row = q_block * QUERIES + index % QUERIES
     head = gl.minimum(chunk * GROUP + index // QUERIES, heads - 1)
     h = head[:, None]
     columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
-    m = gl.full([BLOCK_M], float("-inf"), FLOAT, ROW)
-    l = gl.zeros([BLOCK_M], FLOAT, ROW)
     acc = gl.zeros([BLOCK_M, 256], FLOAT, OUT)
+    hopper.name_verdict(0)
     tile = first_tile
     hopper.mbarrier.wait(q_ready.index(0), 0)
     q_left = q_left.reshape([BLOCK_M, 256])
@@ -157,28 +155,24 @@ def weigh(
         # Keys beyond the length are anything, as they are values.
         s = gl.where(kv_idx < kv_len, s, float("-inf"))
         clear_rows(left.index(slot).reshape([BLOCK_N, 256]), kv_len - first_key, BLOCK_N, 256)
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2(m - m_safe)
-    m = m_new
-    hopper.sync_at(READ)
-    factors.store(alpha)
-    hopper.arrive_at(FACTORS)
-    # Passed long ago: a block of code ends here, so that the exponentials don't move up.
-    hopper.mbarrier.wait(left_ready.index(slot), phase)
-    p = gl.exp2(s * scale_log2 - m_safe[:, None])
-    l = l * alpha + gl.sum(p, 1)
-    p = p.to(DTYPE)
-    weights.store(p)
-    hopper.fence_async_shared()
-    hopper.arrive_at(WEIGHTS)
-    p = gl.convert_layout(p, OPERAND)
+    m = gl.max(s, 1) * scale_log2
+    p = gl.exp2(s * scale_log2 - gl.where(m == float("-inf"), 0.0, m)[:, None])
+    l = hopper.quad_sums(p)
+    p = hopper.pack(p, DTYPE)
+    alpha = gl.full([BLOCK_M], 1.0, FLOAT, ROW)
 
     # Tiles: the output of one beside the scores of the next.
     for turn in range(1, tiles):
         tile += 1
-        acc *= gl.convert_layout(alpha, OUT_ROW)[:, None]
-        acc = hopper.warpgroup_mma(p, left.index(slot).reshape([BLOCK_N, 256]), acc, is_async=True)
+        acc = hopper.warpgroup_mma(
+            hopper.unpack(p, DTYPE, 256), left.index(slot).reshape([BLOCK_N, 256]), acc,
+            is_async=True,
+        )
+        hopper.sync_at(READ)
+        factors.store(alpha)
+        weights.store(gl.convert_layout(hopper.unpack(p, DTYPE, 256), SCORES))
+        hopper.fence_async_shared()
+        hopper.arrive_at(WEIGHTS)
         last = slot
         slot = turn % STAGES
         phase = turn // STAGES & 1
@@ -188,7 +182,7 @@ def weigh(
             q_right, right.index(slot).reshape([BLOCK_N, 256]).permute((1, 0)), s, use_acc=False,
             is_async=True,
         )
-        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        acc, p = hopper.warpgroup_mma_wait(1, deps=(acc, p))
         # Thread by thread; mbarrier.arrive would first wait for all of them.
         hopper.async_copy.mbarrier_arrive(left_free.index(last), increment_count=False)
         hopper.mbarrier.wait(left_ready.index(slot), phase)
@@ -207,26 +201,36 @@ def weigh(
             # Keys beyond the length are anything, as they are values.
             s = gl.where(kv_idx < kv_len, s, float("-inf"))
             clear_rows(left.index(slot).reshape([BLOCK_N, 256]), kv_len - first_key, BLOCK_N, 256)
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = gl.exp2(m - m_safe)
-        m = m_new
-        hopper.sync_at(READ)
-        factors.store(alpha)
-        hopper.arrive_at(FACTORS)
-        # Passed long ago: a block of code ends here, so that the exponentials don't move up.
-        hopper.mbarrier.wait(left_ready.index(slot), phase)
-        p = gl.exp2(s * scale_log2 - m_safe[:, None])
-        l = l * alpha + gl.sum(p, 1)
-        p = p.to(DTYPE)
-        weights.store(p)
-        hopper.fence_async_shared()
-        hopper.arrive_at(WEIGHTS)
-        p = gl.convert_layout(p, OPERAND)
+        p = gl.exp2(s * scale_log2 - m[:, None])
+        sums = hopper.quad_sums(p)
+        p = hopper.pack(p, DTYPE)
+        alpha = gl.full([BLOCK_M], 1.0, FLOAT, ROW)
+        limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
+        if hopper.any_beyond(sums, limit, 0):
+            # Rows that aren't among them stay as they are, to the bit. One that had no key yet is.
+            beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
+            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_new = gl.where(beyond > 0, m_new, m)
+            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+            again = gl.exp2(s * scale_log2 - m_safe[:, None])
+            p = hopper.pack(again, DTYPE)
+            sums = hopper.quad_sums(again)
+            alpha = gl.exp2(m - m_safe)
+            l *= hopper.for_quads(alpha)
+            acc *= gl.convert_layout(alpha, OUT_ROW)[:, None]
+            m = m_new
+        l += sums
 
-    acc *= gl.convert_layout(alpha, OUT_ROW)[:, None]
-    acc = hopper.warpgroup_mma(p, left.index(slot).reshape([BLOCK_N, 256]), acc, is_async=True)
+    acc = hopper.warpgroup_mma(
+        hopper.unpack(p, DTYPE, 256), left.index(slot).reshape([BLOCK_N, 256]), acc, is_async=True
+    )
+    hopper.sync_at(READ)
+    factors.store(alpha)
+    weights.store(gl.convert_layout(hopper.unpack(p, DTYPE, 256), SCORES))
+    hopper.fence_async_shared()
+    hopper.arrive_at(WEIGHTS)
     acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    l = gl.convert_layout(gl.sum(l, 1), ROW)
     last_factor = gl.full([BLOCK_M], 1.0, FLOAT, ROW)
 
     # A row without keys: l is 0, the output 0 and the LSE -inf.
@@ -259,13 +263,16 @@ def add_values(
     OUT: gl.constexpr = hopper.accumulator(256)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     acc = gl.zeros([GROUP * QUERIES, 256], FLOAT, OUT)
+    nothing = gl.zeros([GROUP * QUERIES, 4], FLOAT, hopper.quads())
+    hopper.name_verdict(1)
     tile = first_tile
     hopper.arrive_at(READ)
     for turn in range(tiles):
         slot = turn % STAGES
-        hopper.sync_at(FACTORS)
-        acc *= factors.load(OUT_ROW)[:, None]
         hopper.sync_at(WEIGHTS)
+        factor = factors.load(gl.SliceLayout(1, hopper.quads()))
+        if hopper.any_beyond(nothing + (1.0 - factor)[:, None], nothing, 1):
+            acc *= gl.convert_layout(factor, OUT_ROW)[:, None]
         hopper.mbarrier.wait(right_ready.index(slot), turn // STAGES & 1)
         first_key = tile * BLOCK_N
         if first_key + BLOCK_N > kv_len:
