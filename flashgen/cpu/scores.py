@@ -26,10 +26,6 @@ class Rules:
     softcap: float | None
     dtype: torch.dtype
 
-    @property
-    def change_scores(self) -> bool:
-        return self.bound.spec.score is not None or self.softcap is not None
-
     def change(self, raw: torch.Tensor, block: Block, env: Env | None = None) -> torch.Tensor:
         """Score function, then softcap. Returns `raw` itself where there is neither."""
         scores, score = raw, self.bound.spec.score
