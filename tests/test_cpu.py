@@ -477,9 +477,9 @@ def test_minus_infinity_stays_through_the_softcap() -> None:
 
 
 def test_gradcheck() -> None:
-    leaves = inputs(1, 4, 2, 9, 11, 3, 2)
-    slope = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    leaves = inputs(1, 2, 1, 9, 11, 3, 2)
+    slope = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
 
     def function(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slope: torch.Tensor, sinks: torch.Tensor
@@ -692,13 +692,13 @@ def peak(length):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 before = peak(256)
-print(peak(16384) - before)
+print(peak(10240) - before)
 """
 
 
 def test_memory_is_linear() -> None:
-    """16384 squared floats are 1 GiB; what is held is a few MB and the blocks at hand."""
+    """10240 squared floats are 400 MiB; what is held is a few MB and the blocks at hand."""
     result = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )
-    assert int(result.stdout) < 256
+    assert int(result.stdout) < 128
