@@ -20,7 +20,7 @@ from .tiling.decode import MOST_QUERIES
 
 # Up to here splitting the keys still pays, where the ordinary kernel leaves most of a GPU idle.
 _MOST_SPLIT_QUERIES, _LONG_KEYS = 64, 4096
-# Of latent rows: what a multiprocessor holds in registers and shared memory.
+# The largest latent rows that fit a multiprocessor's registers and shared memory.
 MOST_RANK, MOST_ROPE = 512, 64
 
 
@@ -122,7 +122,7 @@ def on_hopper(call: Call, backend: str) -> bool:
 
 
 def _choose_packed(call: Call, asked: str, latent: bool, invariant: bool) -> Kernel:
-    """Of packed queries; only what the host knows of their lengths counts."""
+    """The kernel of packed queries, by what the host knows of their lengths."""
     most = call.geometry.q_len
     if latent:
         raise _training("packed queries", call)

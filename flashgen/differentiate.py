@@ -107,7 +107,7 @@ def _remainder(node: Expr, g: Expr) -> Shares:
 
 
 def _extreme(node: Expr, g: Expr) -> Shares:
-    """Of `minimum` and `maximum`: everything to the chosen side, halves of a tie."""
+    """The rule of `minimum` and `maximum`: all to the chosen side, halves of a tie."""
     a, b = node.args
     half = choose(make("eq", a, b), times(g, const(0.5)), g)
     a_loses, b_loses = make("lt", b, a), make("lt", a, b)

@@ -26,12 +26,12 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Of 31 random bits: a pair with a smaller number is dropped."""
+        """A pair whose 31 random bits are a smaller number is dropped."""
         return min(round(self.p * 2**31), 2**31 - 1)
 
     @property
     def scale(self) -> float:
-        """Of the weights that are kept; 0 where none is."""
+        """What weights that are kept are multiplied by; 0 where none is."""
         return 0.0 if self.p == 1 else 1 / (1 - self.p)
 
     def dropped(

@@ -87,7 +87,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _times(side: str, folder: str) -> tuple[float, float, str]:
-    """Of one process: forward and backward in milliseconds, and what it compiled itself."""
+    """Times of one process: forward and backward in milliseconds, and what it compiled itself."""
     caches = {name: str(Path(folder) / name.lower()) for name in _CACHES}
     done = subprocess.run(
         [sys.executable, "-m", __name__, side],

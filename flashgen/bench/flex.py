@@ -23,7 +23,7 @@ class Counted:
 
     @property
     def pairs(self) -> float:
-        """Of a head of a batch element, in the mean."""
+        """How many pairs attend, in the mean over heads and batch elements."""
         return float(self.tiles.sum(dtype=torch.float64)) / self.tiles[..., 0, 0].numel()
 
     @property

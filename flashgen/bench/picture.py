@@ -57,7 +57,7 @@ def _label(ratio: float, most: float) -> str:
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> tuple[float, ...]:
-    """Of the forward, and of the backward where both have one."""
+    """How many times as long a row takes forward, and backward where both have a backward."""
     base = next(other for other in rows if other.work == row.work)
     if base.backward_ms is None or row.backward_ms is None:
         return (row.forward_ratio,)

@@ -12,7 +12,7 @@ import torch
 from .measure import Times
 from .turns import medians
 
-# Of a row's own norm: how far results of 16 bits may be apart.
+# How far 16-bit results may be apart, as a part of a row's norm.
 _APART = 0.03
 
 

@@ -14,7 +14,7 @@ from .flex import TILE
 Chosen = TypeVar("Chosen")
 LENGTHS, TOKENS = (8192,), 32768
 SHAPES = ((128, 16), (64, 32), (256, 8))
-# Of the largest head dimension these alone.
+# The masks that are measured at the largest head dimension.
 DENSE, LARGE = ("full", "causal"), 256
 WINDOW, GLOBALS = 1024, 256
 DEVICE = "cuda"
@@ -46,7 +46,7 @@ class Work:
         return [torch.randn(shape, device=self.device, dtype=torch.bfloat16) for _ in range(3)]
 
     def flops(self, pairs: float) -> float:
-        """Of the two products of a forward, if so many pairs of a head attend."""
+        """Operations of the two products of a forward, if so many pairs of a head attend."""
         return 4.0 * pairs * self.head_dim * self.batch * self.heads
 
 

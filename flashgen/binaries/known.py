@@ -15,7 +15,7 @@ from .surroundings import doubt, surroundings
 
 _log = log("cache")
 _UNASKED = object()
-# Of a launch that is left to Triton.
+# Stands for a launch that is left to Triton.
 _REFUSED = "Triton's"
 _NUMBERS = frozenset((int, float, bool))
 Constants = Mapping[str, Any]

@@ -18,7 +18,7 @@ from ..records.direct import Unknown, driver_version
 
 # Parts of Triton's package that a binary depends on; what else is there runs on the host alone.
 _PARTS = ("_C", "backends", "compiler", "experimental", "language", "runtime")
-# Of the environment: what says only where files are kept.
+# Variables that only say where files are kept.
 _HARMLESS = frozenset(("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"))
 _log = log("cache")
 

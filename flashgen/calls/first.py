@@ -51,7 +51,7 @@ def _kind_of(call: Call) -> tuple[Any, ...]:
 
 
 def _needed(call: Call) -> tuple[bool, ...]:
-    """Of which of q, k, v, sinks and data gradients are wanted."""
+    """For each of q, k, v, sinks and data, whether its gradient is wanted; () if none is."""
     if not wants_gradient(call) or call.geometry.pages is not None:
         return ()
     inputs = (call.q, call.k, call.v, call.sinks, *call.data)

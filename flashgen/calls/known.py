@@ -26,7 +26,7 @@ class Known:
     """A checked call without its tensors, and what followed from its shapes."""
 
     call: Call
-    # Of the call's data: the shapes they are read in, where a dimension of 1 stands for many.
+    # The shapes in which the call's data are read: a dimension of 1 may stand for many.
     expanded: Mapping[str, torch.Size | None]
     # Whether tensors say how the others are stored.
     is_stored: bool
@@ -192,6 +192,6 @@ def _part_of(x: Any, device: torch.device) -> Any:
     if isinstance(x, torch.Tensor):
         layout = layout_of(x)
         place, found = layout[3:]
-        # What lies nowhere is wrapped by a function transform.
+        # A tensor without an address is wrapped by a function transform.
         return None if place is None or found != device else layout
     return (type(x), x) if type(x) in _PLAIN else None

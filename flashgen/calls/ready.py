@@ -23,7 +23,7 @@ from .known import Known
 from .routes import Route
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
-# Of a call: its backend, `deterministic`, `batch_invariant` and `return_lse`.
+# What a call asks for: its backend, `deterministic`, `batch_invariant` and `return_lse`.
 Asked = tuple[str, bool, bool, bool]
 _UNKNOWN = object()
 

@@ -44,7 +44,7 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise FlashgenError(f"there is no file {path}")
     sys.path.insert(0, str(path.parent.absolute()))
-    # Of a name of its own: a user's `types.py` must not replace anybody's `types`.
+    # Under a name of its own: a user's `types.py` must not replace anybody's `types`.
     name = f"flashgen_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

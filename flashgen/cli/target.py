@@ -20,7 +20,7 @@ from ..spec.leaf import Leaf
 from . import catalogue
 from .loading import attribute, parameter
 
-# Of example data; with this one the documents of 64 positions are of similar lengths.
+# Seeds the example data: with this one, documents of 64 positions are of similar lengths.
 SEED = 10
 
 _OPERATORS: dict[type, Callable[..., Any]] = {

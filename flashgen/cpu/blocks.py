@@ -37,7 +37,7 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of its scores: [B, Hq, rows, columns]."""
+        """The shape of its scores: [B, Hq, rows, columns]."""
         return *map(_size, self.queries), sum(map(_size, self.columns))  # type: ignore[return-value]
 
     def by_kv_head(self, x: torch.Tensor) -> torch.Tensor:

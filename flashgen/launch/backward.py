@@ -193,7 +193,7 @@ def _unit_strides(saved: Saved) -> Saved:
     """Tensors as the kernels read them: unit last strides, a gradient of the output."""
     grad_out = torch.zeros_like(saved.out) if saved.grad_out is None else saved.grad_out
     if 0 in grad_out.stride():
-        # Of a sum: TMA reads no rows that are one row.
+        # The gradient of a sum is one number, expanded; TMA reads no rows that are all one row.
         grad_out = grad_out.contiguous()
     q, k, v, grad_out = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (saved.q, saved.k, saved.v, grad_out)

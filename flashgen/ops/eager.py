@@ -80,7 +80,7 @@ class _Function(torch.autograd.Function):
 
 
 class _Attention(_Function):
-    """Of an engine, q, k, v, sinks and data."""
+    """Attention as autograd sees it: a function of an engine, q, k, v, sinks and data."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -50,7 +50,7 @@ class Form:
     backend: str
     deterministic: bool
     block_size: tuple[int, int]
-    # Of a schedule that was given: its mask's name and digest, and the scalars it was made with.
+    # What a given schedule was made for: its mask's name and digest, and the scalars.
     made_for: tuple[str, str, tuple[str, ...]] | None
     # Lists of runs that an operator makes on a GPU: along rows, and for gradients along columns.
     lists: int
@@ -114,7 +114,7 @@ class Form:
         return grid_of(Bound(self.spec, {}, {}), geometry, self.block_size)
 
     def axes(self, grid: Sequence[int]) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Of the runs along rows, and along columns: batch, heads, how many; and their capacity."""
+        """The shape (batch, heads, lists) and capacity of runs along rows, and along columns."""
         batch, heads, rows, columns = grid
         along_rows = (batch, heads, rows), run_capacity(self.spec.mask, columns)
         return along_rows, ((batch, heads, columns), column_capacity(rows))

@@ -32,7 +32,7 @@ class Sorted(NamedTuple):
     data: dict[str, torch.Tensor]
     numbers: dict[str, Any]
     counts: dict[str, int]
-    # Of the data: name and kind; of tensors what tracing must know; the value of what is baked in.
+    # For each of the data: name and kind, what tracing must know of a tensor, a baked-in value.
     kinds: tuple[tuple[Any, ...], ...]
 
     @property

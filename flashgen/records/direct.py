@@ -25,7 +25,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 128
 # What a descriptor is made of (Triton's metadata); others would mean what is not known here.
 _META = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
 _L2_PROMOTION_128B = 2
-# Bits of an address that are turned to see where it stands in a descriptor.
+# Bits of an address that are flipped, to see where in a descriptor it stands.
 _OTHER_PLACE = 2**40 + 2**20 + 16
 _INVALID_CONTEXT = 201
 

@@ -18,9 +18,9 @@ import torch
 
 from .direct import DirectLaunch, clear
 
-# Of a list of tensors the places that are filled, and with which of all tensors of the call.
+# The places in a list of tensors that are filled, and which of the call's tensors fills each.
 Fills = Sequence[tuple[int, int]]
-# Over tensors, and the stream that kernels run on.
+# A step runs on all tensors, and on the stream of the kernels.
 Step = Callable[[list[Any], Any], None]
 # Where parts of an allocation start, as the allocator itself starts.
 _ALIGNMENT = 512

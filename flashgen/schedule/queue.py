@@ -6,9 +6,9 @@ import torch
 
 from ..storage import Packing
 
-# Numbers of a row: itself among all rows, its sequence, its number there, where its tile begins in
-# the tensor, how long the sequence is, where the other side's begins, how long that is, and its
-# first row of tiles.
+# What the queue says of a row of tiles: its number among all rows, its sequence, its number in the
+# sequence, where its tile begins in the tensor, and how long the sequence is; then of the same
+# sequence on the other side, where it begins, how long it is, and its first row of tiles.
 COLUMNS = 8
 
 

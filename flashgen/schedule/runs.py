@@ -57,7 +57,7 @@ def run_capacity(mask: Expr | None, tiles: int) -> int:
     becomes one masked run, so this costs time and never truth."""
     changes = 0 if mask is None else _changes(mask)
     most = MOST_RUNS if changes is None else min(MOST_RUNS, 2 * changes + 2)
-    # Of a graph whose lengths vary, the number of tiles is a symbol.
+    # In a graph whose lengths vary, the number of tiles is a symbol.
     capacity: int = torch.sym_min(tiles // 2 + 1, most)  # type: ignore[no-untyped-call]
     return capacity
 

@@ -100,7 +100,7 @@ def choose_blocks(
 def _bytes(
     dtype: torch.dtype, dims: tuple[int, int], block_m: int, block_n: int, latent: bool, pairs: int
 ) -> tuple[int, int]:
-    """Of shared memory: for the queries, and for each stage of a block's keys and values."""
+    """Bytes of shared memory: for the queries, and for each stage of keys and values."""
     keys, values = (sum(part.size for part in parts_of(dim)) for dim in dims)
     stage = block_n * (keys if latent else keys + values) * dtype.itemsize
     return block_m * keys * dtype.itemsize, stage + block_m * block_n * pairs
@@ -144,7 +144,7 @@ def _rows(most: int, q_len: int, group: int, tile_m: int) -> tuple[int, int]:
     queries = min(power_of_two(q_len), most // packed)
     if q_len > tile_m:
         queries = min(queries, tile_m & -tile_m)
-    # A matrix product has 16 rows at least: of more heads than there are, not more queries.
+    # A matrix product has 16 rows at least: filled with heads that don't exist, not with queries.
     return max(16, packed * queries), max(packed, 16 // queries)
 
 

@@ -29,8 +29,8 @@ class Shares:
     splits: int = 1
 
 
-# On an H200: operations of a processor in a microsecond, bytes that all of them write and read
-# again, the start and the end of a share in tiles, microseconds of one more kernel.
+# On an H200, in a microsecond: operations of one processor, and bytes that all of them write and read
+# again. What the start and the end of a share cost, in tiles; and one more kernel, in microseconds.
 _OPERATIONS, _BYTES, _ENDS, _KERNEL = 5.2e6, 1.2e6, 2, 5
 # Most programs of a row block.
 _MOST = 64
@@ -50,7 +50,7 @@ def choose_shares(work: Work, processors: int, saving: int = 5) -> Shares:
     tile = 2 * work.rows * work.keys * sum(work.dims) / _OPERATIONS
 
     def time(splits: int) -> float:
-        """Of the last round, in microseconds."""
+        """How long the last round takes, in microseconds."""
         turns = math.ceil(more * splits / processors)
         time = turns * (math.ceil(work.tiles / splits) + _ENDS) * tile
         if splits > 1:

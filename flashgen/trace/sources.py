@@ -61,7 +61,7 @@ def sources_of(function: Any, tensors: Iterable[torch.Tensor]) -> tuple[Source, 
 
 
 def _numbers(function: Any) -> Iterator[Source]:
-    """Of closures, globals, and attributes of a method's object."""
+    """Numbers in closures, in globals, and in attributes of a method's object."""
     steps: list[tuple[Step, ...]] = [(step,) for step in _steps(function)]
     if isinstance(function, types.MethodType):
         names = function.__code__.co_names
