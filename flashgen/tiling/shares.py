@@ -29,7 +29,7 @@ class Shares:
     splits: int = 1
 
 
-# On an H200, in a microsecond: operations of one processor, and bytes that all of them write and read
+# On an H200, in a microsecond: operations of one processor, and bytes that all write and read
 # again. What the start and the end of a share cost, in tiles; and one more kernel, in microseconds.
 _OPERATIONS, _BYTES, _ENDS, _KERNEL = 5.2e6, 1.2e6, 2, 5
 # Most programs of a row block.
