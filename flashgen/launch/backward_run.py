@@ -81,6 +81,33 @@ def _module(
     return binaries.Kernels(made.name, made.text, parts), made
 
 
+def _values(
+    saved: Saved,
+    bound: Bound,
+    geometry: Geometry,
+    schedule: Schedule,
+    scale: float,
+    softcap: float | None,
+    dropout: Dropout | None,
+) -> dict[str, Any]:
+    """The kernels' arguments that a call decides, by name."""
+    values: dict[str, Any] = {
+        "q_ptr": saved.q, "k_ptr": saved.k, "v_ptr": saved.v, "grad_out_ptr": saved.grad_out,
+        "lse_ptr": saved.lse, "grad_lse_ptr": saved.grad_lse, "out_ptr": saved.out,
+        "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
+        "capacity": geometry.kv_len,
+        "sequences_ptr": schedule.q_sequences,
+        **score_values(scale, softcap, bound.spec.score is not None),
+        **position_values(geometry), **data_values(bound), **dropout_values(dropout),
+        **range_values(bound.spec, schedule),
+    }  # fmt: skip
+    assert saved.grad_out is not None
+    given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
+    for letter, tensor in (*given, ("o", saved.out)):
+        values |= strides(letter, tensor)
+    return values
+
+
 class Run:
     """One backward: the values that its kernels share."""
 
@@ -106,18 +133,10 @@ class Run:
         )
         made = _module(bound.spec, self.variant, wanted, repairs, key_parts())
         self.module, self.made = made
-        target = current_target(saved.q.device)
-        dims = (head_dim, v_head_dim)
-        changed = bound.spec.score is not None or softcap is not None
-        self.tilings = tilings(
-            target,
-            saved.q.dtype,
-            *dims,
-            schedule.block_size,
-            changed or dropout is not None,
-            self.made.per_pair,
-        )
-        self.square = square(target, saved.q.dtype, *dims, schedule.block_size)
+        changed = bound.spec.score is not None or softcap is not None or dropout is not None
+        kind = (current_target(saved.q.device), saved.q.dtype, head_dim, v_head_dim)
+        self.tilings = tilings(*kind, schedule.block_size, changed, self.made.per_pair)
+        self.square = square(*kind, schedule.block_size)
         tile, is_packed = schedule.block_size[0], geometry.packing is not None
         self.spoilt: dict[str, torch.Tensor] = {}
         self.repairs = repairs
@@ -126,30 +145,18 @@ class Run:
         self.batch = 1 if is_packed else geometry.batch
         self.prepare_rows = min(64, tile & -tile) if is_packed else 16 if repairs else 64
         shape = (self.batch, geometry.heads, self.padded_len)
-        kind, device = saved.lse.dtype, saved.q.device
         if prepared is None:
-            self.lse_log2 = torch.empty(shape, dtype=kind, device=device)
-            self.delta = torch.empty(shape, dtype=kind, device=device)
+            self.lse_log2 = saved.lse.new_empty(shape)
+            self.delta = saved.lse.new_empty(shape)
         else:
             self.lse_log2, self.delta = prepared.lse_log2, prepared.delta
-        self.values: dict[str, Any] = {
-            "q_ptr": saved.q, "k_ptr": saved.k, "v_ptr": saved.v, "grad_out_ptr": saved.grad_out,
-            "lse_ptr": saved.lse, "grad_lse_ptr": saved.grad_lse, "out_ptr": saved.out,
+        self.values = {
+            **_values(saved, bound, geometry, schedule, scale, softcap, dropout),
             "lse_log2_ptr": self.lse_log2, "delta_ptr": self.delta, "padded_len": self.padded_len,
-            "heads": geometry.heads, "kv_heads": geometry.kv_heads, "group": geometry.group,
-            "capacity": geometry.kv_len,
-            "sequences_ptr": schedule.q_sequences,
-            **score_values(scale, softcap, bound.spec.score is not None),
-            **position_values(geometry), **data_values(bound), **dropout_values(dropout),
-            **range_values(bound.spec, schedule),
         }  # fmt: skip
-        assert saved.grad_out is not None
-        given = (("q", saved.q), ("k", saved.k), ("v", saved.v), ("g", saved.grad_out))
-        for letter, tensor in (*given, ("o", saved.out)):
-            self.values |= strides(letter, tensor)
         if repairs:
             width = sum_width(head_dim)
-            self.values["dq_sum_ptr"] = torch.empty(*shape, width, device=device)
+            self.values["dq_sum_ptr"] = torch.empty(*shape, width, device=saved.q.device)
 
     def prepare(self) -> None:
         """Write the LSE in base 2 and delta, and what Hopper's kernels add dQ to: 0."""
