@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -135,7 +136,10 @@ def run_with(folder, code):
     # First come, first served: an editable install finds its packages by a module of fixed name.
     start = f"import site, sys; site.addsitedir({str(folder)!r}); sys.path.append({libraries!r})\n"
     command = [sys.executable, "-S", "-c", start + code]
-    done = subprocess.run(command, cwd=folder.anchor, capture_output=True, text=True, check=False)
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=folder.anchor, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
