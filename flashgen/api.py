@@ -161,11 +161,9 @@ class Attention:
             "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv, "page_table": page_table, "page_layout": page_layout,
         }  # fmt: skip
-        if v is not None and ops.as_operators(q, k, v):
-            q, k, v = autocast(q, k, v)
-            how = (schedule, backend, deterministic, return_lse, batch_invariant)
-            return self._as_operators(q, k, v, *how, given, data)
         asked = (backend, bool(deterministic), bool(batch_invariant), bool(return_lse))
+        if v is not None and ops.as_operators(q, k, v):
+            return self._as_operators(autocast(q, k, v), schedule, asked, given, data)
         key = key_of(q, k, v, given, data)
         self._forget_if_replaced()
 
@@ -240,26 +238,22 @@ class Attention:
 
     def _as_operators(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         schedule: Schedule | None,
-        backend: str,
-        deterministic: bool | None,
-        return_lse: bool,
-        batch_invariant: bool,
+        asked: ready.Asked,
         arguments: dict[str, Any],
         data: dict[str, Any],
     ) -> Any:
         """The call as `torch.compile` and dispatch modes see it; operators check it."""
         from .ops import graph
 
+        backend, deterministic, invariant, return_lse = asked
         out, lse = graph.attend(
-            *(self._program, self._mask_program, q, k, v),
+            *(self._program, self._mask_program, *tensors),
             schedule=schedule,
             backend=backend,
-            deterministic=bool(deterministic),
-            arguments={**arguments, "batch_invariant": bool(batch_invariant)},
+            deterministic=deterministic,
+            arguments={**arguments, "batch_invariant": invariant},
             data=data,
         )
         return (out, lse) if return_lse else out
