@@ -130,13 +130,22 @@ def weigh(
     hopper.mbarrier.wait(q_ready.index(0), 0)
     q_left = q_left.reshape([BLOCK_M, 256])
     q_right = q_right.reshape([BLOCK_M, 256])
-    q_rope = q_rope.reshape([BLOCK_M, 64])
+    # Shared memory, which the scores' product keeps busy, needn't be read for these.
+    q_rope = q_rope.reshape([BLOCK_M, 64]).load(hopper.operand(BLOCK_N))
+    q_held = q_right.slice(0, 64, dim=1).load(hopper.operand(BLOCK_N))
     slot = 0
     phase = 0
     s = gl.zeros([BLOCK_M, BLOCK_N], FLOAT, SCORES)
     hopper.mbarrier.wait(right_ready.index(slot), phase)
+    keys = right.index(slot).reshape([BLOCK_N, 256])
     s = hopper.warpgroup_mma(
-        q_right, right.index(slot).reshape([BLOCK_N, 256]).permute((1, 0)), s, use_acc=False,
+        q_held, keys.slice(0, 64, dim=1).permute((1, 0)), s, use_acc=False, is_async=True
+    )
+    s = hopper.warpgroup_mma(
+        q_right.slice(64, 64, dim=1), keys.slice(64, 64, dim=1).permute((1, 0)), s, is_async=True
+    )
+    s = hopper.warpgroup_mma(
+        q_right.slice(128, 128, dim=1), keys.slice(128, 128, dim=1).permute((1, 0)), s,
         is_async=True,
     )
     hopper.mbarrier.wait(left_ready.index(slot), phase)
@@ -178,11 +187,19 @@ def weigh(
         phase = turn // STAGES & 1
         s = gl.zeros([BLOCK_M, BLOCK_N], FLOAT, SCORES)
         hopper.mbarrier.wait(right_ready.index(slot), phase)
+        keys = right.index(slot).reshape([BLOCK_N, 256])
         s = hopper.warpgroup_mma(
-            q_right, right.index(slot).reshape([BLOCK_N, 256]).permute((1, 0)), s, use_acc=False,
+            q_held, keys.slice(0, 64, dim=1).permute((1, 0)), s, use_acc=False, is_async=True
+        )
+        s = hopper.warpgroup_mma(
+            q_right.slice(64, 64, dim=1), keys.slice(64, 64, dim=1).permute((1, 0)), s,
             is_async=True,
         )
-        acc, p = hopper.warpgroup_mma_wait(1, deps=(acc, p))
+        s = hopper.warpgroup_mma(
+            q_right.slice(128, 128, dim=1), keys.slice(128, 128, dim=1).permute((1, 0)), s,
+            is_async=True,
+        )
+        acc, p = hopper.warpgroup_mma_wait(3, deps=(acc, p))
         # Thread by thread; mbarrier.arrive would first wait for all of them.
         hopper.async_copy.mbarrier_arrive(left_free.index(last), increment_count=False)
         hopper.mbarrier.wait(left_ready.index(slot), phase)
