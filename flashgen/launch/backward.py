@@ -24,10 +24,10 @@ from .backward_run import generate as generate
 
 @dataclass(frozen=True)
 class Division:
-    """Which kernels compute which gradients, where Hopper's can.
+    """How a call's gradients are divided between Hopper's kernels and the portable ones.
 
-    `kernels`: all that kernels compute of what is wanted; `added`: of data, what Hopper's add up;
-    `rest`: of data, what portable kernels compute."""
+    `kernels`: all that is computed. Of gradients of data, `added` has those that Hopper's kernels
+    add up beside the gradients of q, k and v, and `rest` names those that only portable ones do."""
 
     kernels: Wanted
     added: Wanted
