@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from cases import CASES
 
+import flashgen as fg
+from flashgen import masks
+
 PICKED = [case for case in CASES if case.below_zero][::6]
 
 
@@ -64,3 +67,25 @@ def check(attend: Any, inputs: list[Any], allowed: Any, **data: Any) -> None:
         allowance = 2 * max(theirs_off, rounding(right, mine.dtype)) + 1e-5
         assert error <= allowance, f"d{name}: {error} > {allowance}"
     assert (got[0][~seen.expand_as(q)] == 0).all()
+
+
+def check_infinities(backend: str, head_dim: int) -> None:
+    """Under a causal mask, gradients of one row that are infinite and of one before that are no
+    numbers, or infinite the other way: keys between the two see the one alone."""
+    S = 300
+    attend = fg.Attention(mask=masks.causal)
+    inputs = leaves(1, 4, 2, S, S, head_dim, head_dim, torch.bfloat16)
+    grad = torch.randn_like(inputs[0])
+    clean = torch.autograd.grad(attend(*inputs, backend=backend), inputs, grad)
+    grad[..., 200, 3], grad[..., 70, 3] = math.inf, math.nan
+    grad[..., 200, 7], grad[..., 70, 7] = -math.inf, math.inf
+    spoilt = torch.autograd.grad(attend(*inputs, backend=backend), inputs, grad)
+    expected = clean[2].clone()
+    for column, seen in ((3, math.inf), (7, -math.inf)):
+        expected[:, :, :201, column] = seen
+        expected[:, :, :71, column] = math.nan
+    torch.testing.assert_close(spoilt[2], expected, rtol=0.05, atol=0.05, equal_nan=True)
+    untouched = [i for i in range(S) if i not in (70, 200)]
+    for rows, mine, right in zip((untouched, range(201, S)), spoilt, clean, strict=False):
+        found, before = (x[:, :, list(rows)].float() for x in (mine, right))
+        assert (found - before).norm() <= 5e-3 * before.norm()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gradient_checks import PICKED, check, dense, leaves
+from gradient_checks import PICKED, check, check_infinities, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
@@ -34,6 +34,11 @@ def test_dtypes_heads_and_dims(shape: tuple[int, ...], dtype: torch.dtype) -> No
     allowed = allowed & (doc[:, None, :, None] == doc[:, None, None, :])
     attend = fg.Attention(mask=masks.causal_document)
     check(attend, leaves(2, H, Hkv, S, S, D, Dv, dtype), allowed, doc=doc)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_an_infinity_that_is_seen_beside_a_nan_that_is_not(head_dim: int) -> None:
+    check_infinities("portable", head_dim)
 
 
 def test_score_functions_and_the_lse_have_gradients() -> None:

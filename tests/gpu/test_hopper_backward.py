@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import sm_90
 import torch
-from gradient_checks import PICKED, check, dense, leaves
+from gradient_checks import PICKED, check, check_infinities, dense, leaves
 
 import flashgen as fg
 from flashgen import masks
@@ -157,6 +157,11 @@ def test_hidden_numbers_reach_no_gradient(head_dim: int) -> None:
                 mine, right = after[:, :, others].float(), before[:, :, others].float()
                 assert mine.isfinite().all(), (place, poison)
                 assert (mine - right).norm() <= 5e-3 * right.norm(), (place, poison)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_an_infinity_that_is_seen_beside_a_nan_that_is_not(head_dim: int) -> None:
+    check_infinities("hopper", head_dim)
 
 
 def test_score_functions() -> None:

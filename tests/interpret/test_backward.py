@@ -516,6 +516,26 @@ def test_later_values_reach_no_earlier_gradient() -> None:
     torch.testing.assert_close(q[:, :, :30], plain[0][:, :, :30])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_an_infinity_that_is_seen_beside_a_nan_that_is_not() -> None:
+    """Each key's gradient is the sum over the queries that see it: inf, -inf, NaN or finite."""
+    problem = Problem(heads=1, kv_heads=1, q_len=40, kv_len=40)
+    grad_out = problem.grad_out
+    grad_out[..., 30, 3], grad_out[..., 5, 3] = INF, torch.nan
+    grad_out[..., 30, 7], grad_out[..., 5, 7] = -INF, INF
+    schedule = CAUSAL.schedule(*problem.inputs, block_size=16)
+    mine = problem.leaves()
+    out = CAUSAL(*mine, backend="interpret", schedule=schedule)
+    (v,) = torch.autograd.grad(out, mine[2:], grad_out)
+    q, k, _ = problem.leaves(torch.float64)
+    scores = torch.where(causal(40, 40), q @ k.mT / 4, -INF)
+    terms = scores.softmax(-1).detach()[..., None] * grad_out[..., None, :]
+    expected = torch.where(causal(40, 40)[..., None], terms, 0.0).sum(-3)
+    torch.testing.assert_close(v.double(), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert (expected[0, 0, 6:31, 3] == INF).all()
+    assert (expected[0, 0, 6:31, 7] == -INF).all()
+
+
 def test_poisoned_data_of_masked_pairs() -> None:
     learned = {"bias": torch.randn(1, 2, N, N)}
     clean = check(biased, Problem(), causal(N, N), lambda s, bias: s + bias, learned)
