@@ -39,7 +39,7 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"{self.tiles} tiles visited, {self.partial_tiles} of them masked element by element\n"
-            f"{self.flops / 1e9:.3f} GFLOP in matrix products, "
+            f"tiles visited: {self.tiles:,}, masked element by element: {self.partial_tiles:,}\n"
+            f"{self.flops / 1e9:,.3f} GFLOP in matrix products, "
             f"at least {self.bytes / 2**20:.2f} MiB moved"
         )
