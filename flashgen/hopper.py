@@ -253,6 +253,15 @@ def sum_of_warps(x, rows):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def lifted_max(s, lift):  # type: ignore[no-untyped-def]
+    """Maxima of rows of s + lift; a thread's columns of a row all have the same lift."""
+    shape: gl.constexpr = [s.shape[0], s.shape[1] // 8, 4, 2]
+    lift = gl.max(gl.max(lift.reshape(shape), 3), 1)
+    most = gl.max(gl.max(s.reshape(shape), 3), 1)
+    return gl.convert_layout(gl.max(most + lift, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
 def quad_sums(x):  # type: ignore[no-untyped-def]
     """`own_sum` as [64, 4] numbers of `quads`."""
     return gl.convert_layout(own_sum(x), quads())
@@ -303,6 +312,12 @@ def opaque(x):  # type: ignore[no-untyped-def]
     if x.dtype == gl.float32:
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
     return x
+
+
+@gluon.jit
+def pinned(x):  # type: ignore[no-untyped-def]
+    """The same floats, computed where this stands and not where they are used."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, False, 1)
 
 
 @gluon.jit

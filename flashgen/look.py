@@ -85,7 +85,7 @@ def _division(call: Call, bound: Bound, *, hopper: bool) -> launch_backward.Divi
     data = data_gradients.wanted(bound, [x.requires_grad for x in call.data])
     return launch_backward.divide(
         Wanted(data=data), bound, call.geometry, dims, call.q.dtype, deterministic=False,
-        hopper=hopper,
+        hopper=hopper, side=launch_backward.side_of(call.q.device, call.q.dtype, dims, (128, 128)),
     )  # fmt: skip
 
 

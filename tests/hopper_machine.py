@@ -408,11 +408,12 @@ class Machine:
             place_keys=lambda first, keys: first + keys,
             own_sum=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
             sum_of_warps=lambda x, rows: x[: max(int(rows), 0)].sum().expand(4) / 4,
+            lifted_max=lambda s, lift: (s + lift).amax(1),
             quads=lambda: None, quad_sums=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
             for_quads=lambda x: x[:, None],
             name_verdict=lambda number: None,
             any_beyond=lambda x, limit, number: not bool((x <= limit).all()),
-            opaque=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
+            opaque=lambda x: x, pinned=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

@@ -374,12 +374,20 @@ def test_scores_that_rise_with_the_distance(monkeypatch: pytest.MonkeyPatch) -> 
     check(monkeypatch, slanted, inputs(2, 2, 1, 200, 300, 64, 64), tile=(192, 128), **data)
 
 
+def test_what_is_weighed_apart_wants_registers() -> None:
+    q = torch.empty(1, 2, 1024, 64, dtype=torch.half)
+    for attend, rows in ((slanted, 128), (fg.Attention(masks.causal, sinks=True), 192)):
+        data = {"slope": torch.rand(2)} if attend is slanted else {}
+        call = attend._check_look(q, q, q, {"sinks": torch.rand(2), **data})
+        assert tile_of(call, "hopper") == (rows, 128)
+
+
 @fg.attention(mask=masks.causal)
 def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
     return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
 
 
-def test_data_read_by_a_distance_that_is_held(
+def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tensors = inputs(1, 2, 1, 400, 420, 64, 64)

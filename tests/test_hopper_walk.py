@@ -82,7 +82,7 @@ def walk(
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     spelled = dict(zip(call.bound.tensors, bound.tensors, strict=True))
     wanted = replace(wanted, data=tuple(spelled[name] for name in wanted.data))
-    wanted = summed(bound.spec, wanted, variant)
+    wanted = summed(bound.spec, wanted, variant, 64)
     of_data = {name: torch.zeros_like(bound.tensors[name]) for name in wanted.data}
     values |= {f"grad_{name}_ptr": grad for name, grad in of_data.items()}
     made = launch_hopper_backward.generate(bound.spec, variant, ordered, wanted)
@@ -336,13 +336,14 @@ def slanted(score, h, q_idx, kv_idx, slope: fg.Tensor):
     return score + slope[h] * (kv_idx - q_idx)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", [masks.causal, None], ids=str)
-def test_keys_behind_the_last_one_have_no_part_in_sums(
-    monkeypatch: pytest.MonkeyPatch, mask: Any
+def test_scores_that_rise_with_the_distance(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, mask: Any
 ) -> None:
-    """A full tile may hold some."""
-    tensors, grad = inputs(1, 2, 1, 200, 300, 128, 64)
-    slope = torch.tensor([0.5, -0.1], requires_grad=True)
+    """A full tile may hold keys behind the last one, which have no part in sums."""
+    tensors, grad = inputs(1, 2, 1, 200, 300, head_dim, 64)
+    slope = torch.tensor([0.5, -0.1], requires_grad=head_dim > 64)
     check(monkeypatch, fg.Attention(mask, slanted), tensors, grad, slope=slope)
 
 
@@ -358,6 +359,27 @@ def test_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     doc = torch.arange(200).expand(2, 200) // 70
     data = {"gate": gate, "heat": heat, "own": torch.rand(1, 200), "doc": doc}
     check(monkeypatch, heated, tensors, grad, **data)
+
+
+def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
+    return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
+
+
+@fg.mask
+def distant(q_idx, kv_idx):
+    return q_idx - kv_idx > 196
+
+
+def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors, grad = inputs(1, 2, 1, 300, 320, 128, 64)
+    table = torch.randn(2, 71)
+    check(monkeypatch, fg.Attention(masks.causal, biased), tensors, grad, table=table)
+    wide, wide_grad = inputs(1, 2, 1, 200, 220, 192, 64)
+    check(monkeypatch, fg.Attention(masks.causal, biased), wide, wide_grad, table=table)
+    table.requires_grad_()
+    check(monkeypatch, fg.Attention(distant, biased), tensors, grad, table=table)
 
 
 @fg.attention(mask=masks.causal)

@@ -26,9 +26,11 @@ from .scores import full_score as full_score
 from .scores import is_added as is_added
 from .scores import reads_score as reads_score
 from .scores import scores_of as scores_of
+from .scores import slant_of as slant_of
 
 # Indices of the attention loop, as the kernels name them.
 INDEX_NAMES = {n: n for n in ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len", "away")}
+INDEX_NAMES |= {n: n for n in ("least_away", "most_away")}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ..spec import Spec
 from . import Variant, lower_for, reads_score
 from .distance import with_away
 from .gradients import Math, Term, Wanted, derivatives_of, how_added, place_of, reads_of, term_of
+from .level import level_of
 from .mask_text import Cut, MaskText, mask_text, needed
 
 
@@ -53,7 +54,13 @@ def distance_math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
         text = f"tl.zeros_like(s) + ({text})"
     rows = (*mask.general.row_lines, *score.statements[0])
     helpers = score.helpers | places.helpers
-    return Math(rows, mask, first, later, text, "1.0", helpers, terms, places.statements)
+    level = level_of(spec) if wanted.far else None
+    tests = [] if level is None else [level.far]
+    far = lower_for(tests, spec, variant, mask.assigned, stages=1, stage_of=lambda e: 0)
+    return Math(
+        rows, mask, first, later, text, "1.0", helpers, terms, places.statements,
+        far.statements[0], "".join(far.results),
+    )  # fmt: skip
 
 
 def _distance_term(load: Expr, by: str, offset: str, number: int, wanted: Wanted) -> Term:

@@ -20,7 +20,8 @@ class Wanted:
     """Which gradients are computed: of q, k and v, and of data by name; whether the LSE has one.
 
     Of `data`, those in `stored` have no element that two pairs read: they are written, the others
-    added up. `exact`: in integers, so that the order of adding changes nothing."""
+    added up. `exact`: in integers, so that the order of adding changes nothing. `far`: those of
+    which another kernel adds up what is read at the largest distance (`sums.py`)."""
 
     q: bool = True
     k: bool = True
@@ -29,6 +30,7 @@ class Wanted:
     lse: bool = False
     stored: tuple[str, ...] = ()
     exact: bool = False
+    far: tuple[str, ...] = ()
 
     @property
     def by_key(self) -> bool:
@@ -49,6 +51,8 @@ class Math:
     helpers: frozenset[str]
     terms: tuple[Term, ...] = ()
     place_lines: tuple[tuple[str, ...], ...] = ((), ())
+    far_lines: tuple[str, ...] = ()
+    is_far: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from . import (
 )
 from .gradients import Wanted
 from .hopper_score import ScoreMath, score_math
+from .level import OF_TILES
 from .mask_text import needed
 from .shipped import Read, Shipped, ship
 from .sums import NO_DATA
@@ -92,6 +93,7 @@ def hopper_backward(
             ordered=ordered,
             score=math.score.text,
             sums=math.score.sums,
+            level=math.score.level,
             sums_read_q_idx=math.score.sums.reads("q_idx"),
             bends=bool(spec.softcap) or math.score.slope != "1.0",
             softcap=spec.softcap,
@@ -200,7 +202,7 @@ def _lower(exprs: list[Expr], spec: Spec, variant: Variant, taken: frozenset[str
 def _stage(expr: Expr) -> int:
     """0: fixed for a key block, 1: changes with the queries alone, 2: with pairs."""
     indices = leaves(expr, "index")
-    if leaves(expr, "score") or {"q_idx", "kv_idx"} <= indices:
+    if leaves(expr, "score") or {"q_idx", "kv_idx"} <= indices or indices & OF_TILES:
         return 2
     return int("q_idx" in indices)
 

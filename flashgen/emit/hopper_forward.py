@@ -29,11 +29,14 @@ from . import (
     lower_for,
     parts_of,
     scores_of,
+    slant_of,
     unaligned_pointers,
     used_in,
 )
 from .flags import without_flags
+from .level import OF_TILES, Level, level_of, level_text
 from .mask_text import needed
+from .scores import unscaled
 
 # How far keys are ahead of a row block's queries.
 _AHEAD = "ahead(first_key, columns, q_idx, FLOAT)"
@@ -170,7 +173,7 @@ def _stages(exprs: Sequence[Expr], of_rows: frozenset[str]) -> Callable[[Expr], 
     def stage_of(node: Expr) -> int:
         if node in by_key:
             return 1
-        return 2 if "kv_idx" in leaves(node, "index") or leaves(node, "score") else 0
+        return 2 if leaves(node, "index") & ({"kv_idx"} | OF_TILES) or leaves(node, "score") else 0
 
     return stage_of
 
@@ -191,7 +194,14 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
-    score = lower_by_key(scores_of(spec), spec, variant, mask.assigned, ahead=_AHEAD)
+    slant, level = _apart(spec, variant, groups)
+    changed = scores_of(spec) if slant is None else [slant]
+    exprs = [*changed, *([unscaled(level.added), level.test] if level else [])]
+    score = lower_by_key(exprs, spec, variant, mask.assigned, ahead=_AHEAD)
+    rise = () if slant is None else (f"rise = {score.lowered.results[0]} * by_scale",)
+    pairs = [across(line, score.crossing) for line in score.lines[2]]
+    texts = [across(text, score.crossing) for text in score.lowered.results]
+    level_lines = level_text(pairs, *texts[1:]) if level else None
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
     pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
     descriptors = _descriptors(q_parts, v_parts)
@@ -223,14 +233,16 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             offset=variant.offset,
             packed=variant.packed,
             key_storage=variant.keys,
-            row_lines=(*mask.row_lines, *score.lines[0]),
+            row_lines=(*mask.row_lines, *score.lines[0], *rise),
             mask=mask,
             score_key_lines=score.lines[1],
             score_crossing=score.crossing,
-            score_lines=[across(line, score.crossing) for line in score.lines[2]],
+            score_lines=needed(pairs, texts[:1]),
+            level=level_lines,
             of_lane=of_lane,
             has_mask=spec.mask is not None,
-            score=across(full_score(spec, score.lowered) or "", score.crossing),
+            score="" if slant else across(full_score(spec, score.lowered) or "", score.crossing),
+            slanted=slant is not None,
             is_scaled=not is_added(spec),
             softcap=spec.softcap,
             sinks=spec.sinks,
@@ -241,13 +253,27 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
-            trusting=groups == 2 and not full_score(spec, score.lowered),
+            trusting=groups == 2 and bool(spec.score is None or slant or level),
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )
     )
     name = f"{kernel_name(spec, variant)}{variant.suffix}_hopper_fwd"
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
+
+
+def rises(spec: Spec) -> bool:
+    """Whether two warpgroups weigh what the score function adds apart from scores."""
+    return slant_of(spec) is not None or level_of(spec) is not None
+
+
+def _apart(spec: Spec, variant: Variant, groups: int) -> tuple[Expr | None, Level | None]:
+    """What is added to scores, where that is by the distance alone, or the same in a whole tile;
+    three warpgroups, and wide heads, have no registers for that."""
+    is_dense = not variant.packed and variant.keys == "dense"
+    if groups != 2 or not is_dense or max(variant.head_dim, variant.v_head_dim) > 128:
+        return None, None
+    return slant_of(spec), level_of(spec)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,17 @@ from ..expr import Expr, const, leaves
 from ..lower import Lowered
 from ..spec import Spec
 from .gradients import Wanted, derivatives_of, place_of
+from .level import LevelText, at_far, level_text
 from .mask_text import needed
-from .sums import Sums, terms_of
+from .sums import Sums, level_of_gradients, terms_of
 
 
 @dataclass(frozen=True)
 class ScoreMath:
     """The score function and its derivative as statements: `first` for the changed score, `text`,
-    `slopes` for its derivative by the score, `slope`."""
+    `slopes` for its derivative by the score, `slope`.
+
+    `level`: what it is in tiles that read one number."""
 
     key_lines: tuple[str, ...] = ()
     query_lines: tuple[str, ...] = ()
@@ -25,13 +28,15 @@ class ScoreMath:
     slopes: tuple[str, ...] = ()
     text: str = ""
     slope: str = "1.0"
+    level: LevelText | None = None
     sums: Sums = field(default_factory=Sums)
     helpers: frozenset[str] = frozenset()
 
     @property
     def texts(self) -> tuple[str, ...]:
         """All that reads what belongs to keys or to queries."""
-        lines = (*self.first, *self.slopes, *self.sums.texts)
+        of_level = () if self.level is None else self.level.texts
+        lines = (*self.first, *self.slopes, *of_level, *self.sums.texts)
         return (*lines, self.text, self.slope)
 
 
@@ -39,23 +44,31 @@ def score_math(spec: Spec, wanted: Wanted, lowered: Callable[[list[Expr]], Lower
     """`wanted`: gradients of data; `lowered`: writes expressions."""
     if spec.score is None:
         return ScoreMath()
-    by_score = derivatives_of(spec).score
+    by_score, level = derivatives_of(spec).score, level_of_gradients(spec)
     reads = [read for read in derivatives_of(spec).loads if read[0].attr in wanted.data]
     first = [spec.score, const(1.0) if by_score == ZERO else by_score]
+    first += [level.at(spec.score), level.test] if level else []
+    far = [level is not None and load in level.loads for load, _ in reads]
+    loads = [at_far(load) if is_far else load for (load, _), is_far in zip(reads, far, strict=True)]
     by = [by for _, by in reads]
-    found = lowered([*first, *by, *(place_of(load, wanted) for load, _ in reads)])
+    tests = [level.far] if level and any(far) else []
+    found = lowered([*first, *by, *(place_of(load, wanted) for load in loads), *tests])
     results = iter(found.results)
     texts, values, places = ([next(results) for _ in part] for part in (first, by, by))
-    sums = Sums(terms_of(reads, values, places, wanted))
+    sums = Sums(terms_of(reads, far, values, places, wanted), (), "".join(results))
     return _placed(spec, found, texts, sums)
 
 
 def _placed(spec: Spec, found: Lowered, texts: list[str], sums: Sums) -> ScoreMath:
-    """Statements by what they are for. `texts`: of the score and its derivative."""
+    """Statements by what they are for. `texts`: of the score, its derivative, and `level`."""
     keys, queries, pairs = found.statements
-    score, slope = texts
+    score, slope = texts[:2]
     first = needed(pairs, [score])
     slopes = tuple(line for line in needed(pairs, [slope]) if line not in first)
-    rest = tuple(line for line in pairs if line not in (*first, *slopes))
+    level = level_text(pairs, *texts[2:]) if len(texts) > 2 else None
+    known = (*first, *slopes, *(level.texts if level else ()))
+    rest = tuple(line for line in pairs if line not in known)
     text = score if leaves(spec.score, "score") else f"gl.zeros_like(s) + ({score})"
-    return ScoreMath(keys, queries, first, slopes, text, slope, sums.behind(rest), found.helpers)
+    return ScoreMath(
+        keys, queries, first, slopes, text, slope, level, sums.behind(rest), found.helpers
+    )

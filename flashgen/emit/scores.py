@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..expr import Expr, leaves, make, scalar
-from ..lower import Lowered
+from ..lower import AHEAD, Lowered, with_distances
 from ..spec import Spec
+from .level import level_of
 
 
 def reads_score(expr: Expr) -> bool:
@@ -24,24 +25,51 @@ def called(
 
 def scores_of(spec: Spec) -> list[Expr]:
     """The score function of a forward kernel, if there is one: of scores that aren't scaled yet,
-    if what it adds to them can be divided by the scale once a row block."""
+    if what it adds to them is divided by the scale; once a row block where it can be."""
     if spec.score is None or not is_added(spec):
         return [] if spec.score is None else [spec.score]
-    first, second = spec.score.args[1].args
+    return [make("add", spec.score.args[0], unscaled(spec.score.args[1]))]
+
+
+def unscaled(added: Expr) -> Expr:
+    """What is added to scores, of scores that aren't scaled."""
+    by_scale = scalar("by_scale", "float")
+    if not _has_fixed_factor(added):
+        return make("mul", added, by_scale)
+    first, second = added.args
     if not _is_fixed(first):
         first, second = second, first
-    fixed = make("mul", first, scalar("by_scale", "float"))
-    return [make("add", spec.score.args[0], make("mul", fixed, second))]
+    return make("mul", make("mul", first, by_scale), second)
+
+
+def slant_of(spec: Spec) -> Expr | None:
+    """What a score function adds for each position that a key is ahead of its query, where it adds
+    nothing else, and that is fixed for a query."""
+    if spec.score is None or spec.softcap or not is_added(spec):
+        return None
+    if not _has_fixed_factor(spec.score.args[1]):
+        return None
+    first, second = spec.score.args[1].args
+    fixed, distance = (first, second) if _is_fixed(first) else (second, first)
+    distance = with_distances(distance)
+    if distance == AHEAD:
+        return fixed
+    return make("neg", fixed) if distance == make("neg", AHEAD) else None
 
 
 def is_added(spec: Spec) -> bool:
     """Whether the score function adds a product to the score, one of whose factors is fixed for a
-    row block."""
+    row block, or data that far tiles read one number of."""
     score = spec.score
     if score is None or score.op != "add" or score.args[0].op != "score":
         return False
     added = score.args[1]
-    return added.op == "mul" and not reads_score(added) and any(map(_is_fixed, added.args))
+    is_product = _has_fixed_factor(added) and not reads_score(added)
+    return is_product or level_of(spec) is not None
+
+
+def _has_fixed_factor(added: Expr) -> bool:
+    return added.op == "mul" and any(map(_is_fixed, added.args))
 
 
 def _is_fixed(expr: Expr) -> bool:

@@ -13,8 +13,9 @@ from ..emit.sums import NO_DATA, summed
 from ..geometry import Geometry
 from ..schedule import Schedule
 from ..spec import Bound
+from ..tiling.backward import square
+from . import current_target, variant_of
 from . import hopper_backward as launch_hopper_backward
-from . import variant_of
 from .arguments import LOG2E
 from .backward_run import Gradients as Gradients
 from .backward_run import Run
@@ -41,7 +42,7 @@ class Division:
     @property
     def alone(self) -> Wanted:
         """What portable kernels compute of the rest, beside Hopper's."""
-        return replace(self.kernels, q=False, k=False, v=False, data=self.rest)
+        return replace(self.kernels, q=False, k=False, v=False, data=self.rest, far=self.added.far)
 
 
 def divide(
@@ -53,14 +54,23 @@ def divide(
     *,
     deterministic: bool,
     hopper: bool,
+    side: int = 0,
 ) -> Division:
-    """What is wanted, divided; `hopper`: whether Hopper's kernels may have a part."""
+    """What is wanted, divided; `hopper`: whether Hopper's kernels may have a part; `side`: rows of
+    the blocks of the kernel along diagonals."""
     kernels = _kernels(wanted, bound, geometry, dtype, deterministic)
     added = NO_DATA
     if hopper:
-        added = summed(bound.spec, kernels, variant_of(bound, geometry, *head_dims))
-    rest = tuple(name for name in kernels.data if name not in added.data)
+        added = summed(bound.spec, kernels, variant_of(bound, geometry, *head_dims), side)
+    rest = tuple(n for n in kernels.data if n not in added.data or n in added.far)
     return Division(kernels, added, rest)
+
+
+def side_of(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, int], block_size: tuple[int, int]
+) -> int:
+    """Rows of the blocks of the kernel along diagonals."""
+    return square(current_target(device), dtype, *dims, block_size).block_m
 
 
 def obstacle(
@@ -106,7 +116,14 @@ def backward(
     dims, dtype = (saved.q.shape[-1], saved.v.shape[-1]), saved.q.dtype
     wanted = replace(wanted, lse=saved.grad_lse is not None)
     division = divide(
-        wanted, bound, geometry, dims, dtype, deterministic=deterministic, hopper=hopper
+        wanted,
+        bound,
+        geometry,
+        dims,
+        dtype,
+        deterministic=deterministic,
+        hopper=hopper,
+        side=side_of(saved.q.device, dtype, dims, schedule.block_size),
     )
     kernels = division.kernels
     common = (bound, geometry, dims, dtype, schedule.block_size, scale, dropout is not None)

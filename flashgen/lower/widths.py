@@ -23,6 +23,8 @@ _INDEX_RANGES: dict[str, Range] = {
     "kv_len": (0, MAX_POSITION),
     # q_idx - kv_idx
     "away": (-2 * MAX_POSITION, MAX_POSITION),
+    "least_away": (-2 * MAX_POSITION, MAX_POSITION),
+    "most_away": (-2 * MAX_POSITION, MAX_POSITION),
 }
 
 

@@ -33,9 +33,16 @@ def warm(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor, heat: fg
     return heat * (score + slope[h] * (kv_idx - q_idx)) + score * slope[0]
 
 
+@fg.attention(mask=masks.causal)
+def biased(score: Any, h: Any, q_idx: Any, kv_idx: Any, table: fg.Tensor) -> Any:
+    """One number far from the diagonal."""
+    return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
+
+
 Change = Callable[[Any, Any, dict[str, Any]], Any]
 DENSE: dict[Any, Change] = {
     alibi: lambda s, away, d: s - d["slope"][:, None, None] * away,
+    biased: lambda s, away, d: s + d["table"][:, away.clamp(0, 70)],
     gate: lambda s, away, d: s * torch.tanh(s * d["slope"][:, None, None]),
     warm: lambda s, away, d: 20.0 * torch.tanh(
         (d["heat"] * (s - d["slope"][:, None, None] * away) + s * d["slope"][0]) / 20.0
@@ -76,6 +83,8 @@ def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], 
     tensors = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
     # Steep: distances that have weight multiply what rounding a row's output costs its slope.
     data = {"slope": torch.tensor([0.5, 0.3, 0.2, 0.1], device="cuda").requires_grad_()}
+    if attend is biased:
+        data = {"table": torch.randn(H, 71, device="cuda", requires_grad=True)}
     if attend is warm:
         data["heat"] = torch.tensor(1.3, device="cuda").requires_grad_()
     return tensors, data
@@ -116,19 +125,19 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
 
 
 @pytest.mark.parametrize("D", [128, 64])
-@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "gate", "warm"))
+@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "biased", "gate", "warm"))
 def test_gradients(attend: Any, D: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check(attend, D, dtype)
     check(attend, D, torch.bfloat16, deterministic=True)
 
 
-@pytest.mark.parametrize("attend", [alibi, gate], ids=("alibi", "gate"))
+@pytest.mark.parametrize("attend", [alibi, biased, gate], ids=("alibi", "biased", "gate"))
 def test_keys_that_nobody_sees(attend: Any) -> None:
     check(attend, 64, torch.bfloat16, unseen=70)
 
 
-@pytest.mark.parametrize("attend", [alibi, gate], ids=("alibi", "gate"))
+@pytest.mark.parametrize("attend", [alibi, biased, gate], ids=("alibi", "biased", "gate"))
 def test_the_same_bits_each_time(attend: Any) -> None:
     tensors, data = inputs(attend, 600, 600, 128, torch.bfloat16)
     every = [*tensors, *data.values()]

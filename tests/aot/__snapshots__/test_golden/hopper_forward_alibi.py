@@ -18,14 +18,6 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
-def ahead(first, columns, rows, FLOAT: gl.constexpr):
-    """first + columns - rows as floats: a constant for each column is added to what a thread knows
-    of its own ones, of which 6 are the bits."""
-    own = columns & 6
-    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
-
-
-@gluon.jit
 def share_of(number, whole, splits):
     """A row block by its number in the queue, and which share of its tiles; -1: all of them."""
     more = number - whole
@@ -243,6 +235,7 @@ def consume(
     l = gl.zeros([64, 4], FLOAT, hopper.quads())
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+    hopper.name_verdict(HALF)
     slot = 0
     parity = 0
     round = 0
@@ -273,7 +266,7 @@ def consume(
         row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
         q_idx = row[:, None] + q_offset
         slope_value = gl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
-        mul_value = slope_value * by_scale
+        rise = slope_value * by_scale
         first_key = hopper.read(places.index(slot)) * BLOCK_N
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
@@ -294,13 +287,14 @@ def consume(
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64, 4], FLOAT, hopper.quads())
         acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+        lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
         kv_idx = hopper.place_keys(first_key, columns)
-        s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
+        s += hopper.pinned(rise) * (columns & -7).to(FLOAT)
         keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
         s = gl.where(keep, s, float("-inf"))
-        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        m_new = gl.maximum(m, hopper.lifted_max(s, lift) * scale_log2)
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s * scale_log2 - m_safe[:, None])
+        p = gl.exp2(s * scale_log2 - (m_safe[:, None] - lift * scale_log2))
         alpha = gl.exp2(m - m_safe)
         l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
         m = m_new
@@ -319,13 +313,14 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
             kv_idx = hopper.place_keys(first_key, columns)
-            s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
+            s += hopper.pinned(rise) * (columns & -7).to(FLOAT)
             keep = kv_idx <= q_idx
             s = gl.where(keep, s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+            m_new = gl.maximum(m, hopper.lifted_max(s, lift) * scale_log2)
             m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
+            p = gl.exp2(s * scale_log2 - (m_safe[:, None] - lift * scale_log2))
             alpha = gl.exp2(m - m_safe)
             l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
             m = m_new
@@ -347,18 +342,37 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.place_keys(first_key, columns)
-            s = s + mul_value * ahead(first_key, columns, q_idx, FLOAT)
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
-            alpha = gl.exp2(m - m_safe)
-            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
-            m = m_new
+            lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
+            # Always so; but what is computed in a branch isn't put off until the product before is
+            #     over.
+            if block >= 0:
+                kv_idx = hopper.place_keys(first_key, columns)
+                s += hopper.pinned(rise) * (columns & -7).to(FLOAT)
+            # With the maximum so far: nothing has to be found out before the exponentials, and
+            #     nothing is
+            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            p = gl.exp2(s * scale_log2 - (m[:, None] - lift * scale_log2))
+            sums = hopper.quad_sums(p)
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
-            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
+            if hopper.any_beyond(sums, limit, HALF):
+                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
+                #     beside them.
+                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
+                m_new = gl.maximum(m, hopper.lifted_max(s, lift) * scale_log2)
+                m_new = gl.where(beyond > 0, m_new, m)
+                weights = gl.exp2(s * scale_log2 - (m_new[:, None] - lift * scale_log2))
+                p = hopper.pack(weights, DTYPE)
+                sums = hopper.quad_sums(weights)
+                alpha = gl.exp2(m - m_new)
+                l *= hopper.for_quads(alpha)
+                acc0 *= gl.convert_layout(
+                    alpha, gl.SliceLayout(1, hopper.accumulator(128))
+                )[:, None]
+                m = m_new
+            l += sums
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
             slot = gl.where(slot == STAGES, 0, slot)
