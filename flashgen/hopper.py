@@ -328,6 +328,45 @@ def place_keys(first, columns):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def moved(x, zero):  # type: ignore[no-untyped-def]
+    """The same in other registers."""
+    return gl.inline_asm_elementwise("or.b32 $0, $1, $2;", "=r,r,r", [x, zero], gl.int32, False, 1)
+
+
+@gluon.jit
+def keys_before(s, place, first_key, including):  # type: ignore[no-untyped-def]
+    """Which keys of scores [64, n], of a tile that begins at `first_key`, are before a place, or
+    at it if `including`: [64, 4], a bit for each that a thread has of a row.
+
+    `place`: an integer, of all or of each row [64, 1]."""
+    layout: gl.constexpr = s.type.layout
+    place = gl.maximum(place + gl.zeros([s.shape[0], 1], gl.int32, layout), -1)
+    place = gl.minimum(place - first_key, s.shape[1]).to(gl.int32) + including
+    own = 2 * gl.arange(0, 4, gl.SliceLayout(0, quads()))[None, :]
+    past = gl.maximum(for_quads(gl.max(place, 1)) - own, 0)
+    count = (past >> 3) * 2 + gl.minimum(past & 7, 2)
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, 0, $1;", "=r,r", [count], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def keep_keys(s, bits):  # type: ignore[no-untyped-def]
+    """Scores of keys whose bits are set, as `keys_before` has them; -inf for others."""
+    parts = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    whole: gl.constexpr = parts.type.layout
+    bits = gl.convert_layout(bits, gl.SliceLayout(1, gl.SliceLayout(3, whole)))
+    far: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, whole)))
+    near: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, whole)))
+    far_key = gl.arange(0, parts.shape[1], far)[None, :, None, None]
+    near_key = gl.arange(0, 2, near)[None, None, None, :]
+    own = opaque(bits[:, None, :, None] & (1 << (2 * far_key + near_key)))
+    parts = gl.where(own != 0, parts, float("-inf"))
+    layout: gl.constexpr = s.type.layout
+    return gl.convert_layout(parts.reshape([s.shape[0], s.shape[1]]), layout)
+
+
+@gluon.jit
 def zero_again():  # type: ignore[no-untyped-def]
     """0, of which LLVM knows nothing: what follows from it is computed in each turn of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)

@@ -294,6 +294,11 @@ def _together(works: list[Callable[[], None]]) -> None:
 _PROGRAM: contextvars.ContextVar[tuple[int, dict[int, Named]]] = contextvars.ContextVar("program")
 
 
+def _keys_before(s: torch.Tensor, place: Any, first_key: Any, including: int) -> torch.Tensor:
+    keys = first_key + torch.arange(s.shape[1])[None]
+    return (keys < place + including).expand(s.shape)
+
+
 def _named(number: Any) -> Named:
     with _LOCK:
         return _PROGRAM.get()[1][int(number)]
@@ -413,6 +418,8 @@ class Machine:
             for_quads=lambda x: x[:, None],
             name_verdict=lambda number: None,
             any_beyond=lambda x, limit, number: not bool((x <= limit).all()),
+            moved=lambda x, zero: x, keys_before=_keys_before,
+            keep_keys=lambda s, bits: torch.where(bits, s, -torch.inf),
             opaque=lambda x: x, pinned=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
         )  # fmt: skip
         return {

@@ -15,6 +15,7 @@ from cases import CASES
 
 import flashgen as fg
 from flashgen import emit, masks
+from flashgen.emit import hopper_forward
 from flashgen.kernel_names import spell
 from flashgen.spec import Program
 
@@ -145,3 +146,23 @@ def test_only_what_is_used_is_generated() -> None:
 def test_a_blank_that_nobody_fills_is_an_error() -> None:
     with pytest.raises(jinja2.UndefinedError):
         emit.environment().from_string("{{ nothing_of_that_name }}").render()
+
+
+@pytest.mark.parametrize(
+    ("test", "bounds"),
+    [
+        (lambda b, h, q, k: q >= k, 1),
+        (lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4)), 3),
+        (lambda b, h, q, k: (q >= k) & (k % 2 == 0), 0),
+        (lambda b, h, q, k: k <= q * 0.5, 0),
+        (lambda b, h, q, k: k + 2**40 > q, 1),
+    ],
+)
+def test_positions_that_become_bits_of_keys(test: Any, bounds: int) -> None:
+    """Of comparisons of a key's position with integers of the row, and of nothing else."""
+    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
+    spec = spell(fg.Attention(mask=test)._check_look(q, q, q, {}).bound).spec
+    text = hopper_forward.forward(spec, emit.Variant(64, 64)).text
+    # The first tile has the length too, and the loop of cut ones has the test once more.
+    assert text.count("hopper.keys_before(") == (2 * bounds + 1 if bounds else 0)
+    assert ("kv_idx = " in text) == (not bounds)

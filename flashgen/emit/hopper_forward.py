@@ -88,12 +88,15 @@ def _read_of(lines: Iterable[str], texts: Iterable[str]) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class Cut:
     """How the pairs of a cut tile are told apart: a tile's statements for its keys, one key a
-    thread, `crossing` of their names, and statements of pairs and a test that read these."""
+    thread, `crossing` of their names, and statements of pairs and a test that read these.
+
+    `bits`: the test for all of a thread's keys at once, where it asks for positions alone."""
 
     key_lines: tuple[str, ...]
     crossing: tuple[str, ...]
     tile_lines: tuple[str, ...]
     keep: str
+    bits: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,17 +134,44 @@ def _mask_math(spec: Spec, variant: Variant) -> MaskMath:
     exprs += [cheaper.holds] if cheaper else []
     found = lower_for(exprs, spec, variant, frozenset(), stages=3, stage_of=stage_of)
     rows, keys, tile = found.statements
-    cuts = [_cut(keys, tile, keep) for keep in found.results[: len(forms)]]
+    cuts = [
+        _cut(keys, tile, keep, _compares_integers(form))
+        for form, keep in zip(exprs[: len(forms)], found.results, strict=False)
+    ]
     holds = found.results[2] if cheaper else ""
     return MaskMath(rows, keys, cuts[0], cuts[1] if cheaper else None, holds, found.helpers)
 
 
-def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str) -> Cut:
+def _compares_integers(mask: Expr) -> bool:
+    """Whether keys' positions are compared with nothing else."""
+    tests = [n for n in walk(mask) if n.op in ("lt", "le") and "kv_idx" in leaves(n, "index")]
+    return all(arg.kind == "int" for test in tests for arg in test.args)
+
+
+def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str, of_integers: bool) -> Cut:
     tile = needed(tile, [keep])
     keys = needed(keys, [keep, *tile])
     crossing = _read_of(keys, [keep, *tile])
     pairs = tuple(_hidden(across(line, crossing)) for line in tile)
-    return Cut(keys, crossing, pairs, across(keep, crossing))
+    bits = _as_bits(keep) if of_integers and not pairs and not crossing else ""
+    return Cut(keys, crossing, pairs, across(keep, crossing), bits)
+
+
+_COMPARED = re.compile(r"kv_idx (<=?) (\w+)|(\w+) (<=?) kv_idx")
+
+
+def _as_bits(keep: str) -> str:
+    """A test of keys' positions with a bit for each key; empty where it asks for more."""
+    if re.sub(r"[()&|~ ]", "", _COMPARED.sub("", keep)) or re.search(r"\d{10}", keep):
+        return ""
+    return _COMPARED.sub(_bits_of, keep)
+
+
+def _bits_of(test: re.Match[str]) -> str:
+    is_before = test[2] is not None
+    including = test[1] == "<=" if is_before else test[4] == "<"
+    place = test[2] if is_before else test[3]
+    return f"{'' if is_before else '~'}hopper.keys_before(s, {place}, first_key, {int(including)})"
 
 
 def across(text: str, names: Iterable[str]) -> str:
@@ -203,7 +233,10 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     texts = [across(text, score.crossing) for text in score.lowered.results]
     level_lines = level_text(pairs, *texts[1:]) if level else None
     q_parts, v_parts = parts_of(variant.head_dim), parts_of(variant.v_head_dim)
-    pieces = _pieces(q_parts, groups, bool(mask.general.crossing or score.crossing))
+    lasting = groups > 1 and spec.score is None
+    overlaps = lasting and groups == 2 and _overlaps(spec, mask, variant)
+    crosses = bool(mask.general.crossing or score.crossing)
+    pieces = _pieces(q_parts, groups, crosses or overlaps)
     descriptors = _descriptors(q_parts, v_parts)
     arguments = _arguments(spec, variant, descriptors)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
@@ -253,7 +286,10 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
-            trusting=groups == 2 and bool(spec.score is None or slant or level),
+            trusting=lasting or groups == 2 and bool(slant or level),
+            lasting=lasting,
+            plain=spec.score is None,
+            overlaps=overlaps,
             names=[*map(bare, arguments), *buffers],
             used_in=used_in,
         )
@@ -274,6 +310,17 @@ def _apart(spec: Spec, variant: Variant, groups: int) -> tuple[Expr | None, Leve
     if groups != 2 or not is_dense or max(variant.head_dim, variant.v_head_dim) > 128:
         return None, None
     return slant_of(spec), level_of(spec)
+
+
+def _overlaps(spec: Spec, mask: MaskMath, variant: Variant) -> bool:
+    """Whether weights are found beside the product of those before.
+
+    Where registers have room for both, and rows are long: where many tiles are cut, larger loops
+    cost more than that brings."""
+    dims = (variant.head_dim, variant.v_head_dim)
+    is_wide = all([part.size for part in parts_of(dim)] == [128] for dim in dims)
+    has_long_rows = spec.mask is None or mask.general.bits.count("keys_before") == 1
+    return is_wide and has_long_rows and not spec.softcap
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,33 @@ def test_masks_at_odd_sizes(case: Any, nan_filled_empty: None) -> None:
     check_against_sdpa(hopper(attend), inputs(B, H, H, S, T, 128, 128, BF16), allowed)
 
 
+@pytest.mark.parametrize("block_n", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_bounds_of_keys(dtype: torch.dtype, block_n: int, nan_filled_empty: None) -> None:
+    """Each query's own first and last key, also where a bound is as far as numbers go."""
+    S, far = 333, torch.iinfo(dtype)
+    generator = torch.Generator().manual_seed(5)
+    ends = torch.randint(-9, S + 9, (2, S), generator=generator, dtype=dtype)
+    ends[:, ::5], ends[0, 1::7], ends[1, 2::7] = far.max, far.min, far.min
+    first, last, other = (x.to("cuda") for x in (ends[0], ends[1], ends[0].flip(0)))
+
+    def between(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= last[q]) & ((k > first[q]) | (k < other[q]) | (k == 7))
+
+    q, k = torch.arange(S, device="cuda")[:, None], torch.arange(S, device="cuda")
+    attend = fg.Attention(mask=between)
+    tensors = inputs(2, 2, 2, S, S, 128, 128, BF16)
+    schedule = attend.schedule(*tensors, block_size=(128, block_n))
+    check_against_sdpa(hopper(attend), tensors, between(0, 0, q, k), schedule=schedule)
+
+    def ranges(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= last[q]) & ((k > first[q]) | (k < other[q]))
+
+    attend = fg.Attention(mask=ranges)
+    schedule = attend.schedule(*tensors, block_size=(128, block_n))
+    check_against_sdpa(hopper(attend), tensors, ranges(0, 0, q, k), schedule=schedule)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (3, 1), (8, 1)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (5, 700), (300, 100), (1000, 1000)], ids=str)
 def test_lengths_and_groups(
@@ -185,13 +212,13 @@ def test_short_rows_one_after_the_other(head_dim: int, is_ordered: bool) -> None
 def merged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many programs shared a row block, in each call where some did."""
     splits: list[int] = []
-    merge = launch_hopper.merging.merge
+    merge = launch_hopper.decode.merge
 
     def noted(parts: torch.Tensor, *rest: Any) -> None:
         splits.append(parts.shape[-2])
         merge(parts, *rest)
 
-    monkeypatch.setattr(launch_hopper.merging, "merge", noted)
+    monkeypatch.setattr(launch_hopper.decode, "merge", noted)
     return splits
 
 

@@ -280,13 +280,13 @@ def consume(
                 out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
                 BLOCK_M,
             )
+        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
 
         # The first tile, whichever kind it is, is masked; a ragged one is the first.
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
         first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
         m = gl.full([64], float("-inf"), FLOAT, ROW)
         l = gl.zeros([64, 4], FLOAT, hopper.quads())
-        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
         lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
         kv_idx = hopper.place_keys(first_key, columns)
         s += hopper.pinned(rise) * (columns & -7).to(FLOAT)

@@ -13,6 +13,7 @@ from flashgen import hopper
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 FLOAT = gl.constexpr(gl.float32)
+NEVER = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -216,7 +217,7 @@ def finish(
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = gl.where(l == 0.0, 1.0, l)
-    lse = m + gl.log2(divisor)
+    lse = gl.where(l == 0.0, float("-inf"), m + gl.log2(divisor))
     acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
     # 0 x inf and 0 x NaN are NaN.
     zero = gl.zeros([64], FLOAT, ROW)
@@ -242,10 +243,8 @@ def consume(
     """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
     SCORES: gl.constexpr = hopper.accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = q0_desc.dtype
-    columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
-    m = gl.full([64], float("-inf"), FLOAT, ROW)
+    m = gl.full([64], NEVER, FLOAT, ROW)
     l = gl.zeros([64, 4], FLOAT, hopper.quads())
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
@@ -269,7 +268,8 @@ def consume(
         h = hopper.read(notes.index(own * 8 + 5))
         share = hopper.read(notes.index(own * 8 + 6))
         goes_on = block >= 0
-        q0 = q0_tiles.index(own).reshape([64, 128]).load(hopper.operand(BLOCK_N))
+        q0 = q0_tiles.index(own).reshape([64, 128])
+        tiles_left = gl.maximum(ragged_tiles + masked_tiles + full_tiles, 1)
         hopper.mbarrier.wait(ready.index(slot), parity)
         s = gl.zeros([64, BLOCK_N], FLOAT, SCORES)
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
@@ -282,34 +282,41 @@ def consume(
         q_idx = row[:, None] + q_offset
         first_key = hopper.read(places.index(slot)) * BLOCK_N
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        acc0 = hopper.warpgroup_mma_wait(0, deps=(acc0,))
-        hopper.mbarrier.arrive(free.index(slot), count=1)
-        # They are in registers once scores came of them, and not before: loads that were issued may
-        # still read what TMA would write.
-        hopper.mbarrier.arrive(q_free.index(own), count=1)
-        if last_block >= 0:
-            finish(
-                HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, m, l, acc0,
-                out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
-                BLOCK_M,
-            )
+        tiles_left -= 1
+        if tiles_left == 0:
+            hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
 
         # The first tile, whichever kind it is, is masked; a ragged one is the first.
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
         first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
-        m = gl.full([64], float("-inf"), FLOAT, ROW)
+        last_p, last_m, last_l = p, m, l
+        m = gl.full([64], NEVER, FLOAT, ROW)
         l = gl.zeros([64, 4], FLOAT, hopper.quads())
-        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
-        kv_idx = hopper.place_keys(first_key, columns)
-        keep = (kv_idx < kv_len) & (kv_idx <= q_idx)
-        s = gl.where(keep, s, float("-inf"))
+        s = hopper.keep_keys(
+            s,
+            hopper.keys_before(s, kv_len, first_key, 0)
+            & (hopper.keys_before(s, q_idx, first_key, 1)),
+        )
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        m_safe = m_new
         p = gl.exp2(s * scale_log2 - m_safe[:, None])
         alpha = gl.exp2(m - m_safe)
         l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
         m = m_new
         p = hopper.pack(p, DTYPE)
+        next_p = p
+        # It is over; but the assembler doesn't move what stands behind it ahead of the weights.
+        hopper.mbarrier.wait(ready.index(slot), parity)
+        acc0, last_p = hopper.warpgroup_mma_wait(0, deps=(acc0, last_p))
+        hopper.mbarrier.arrive(free.index(slot), count=1)
+        p = hopper.moved(next_p, heads >> 30)
+        if last_block >= 0:
+            finish(
+                HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, last_m, last_l, acc0,
+                out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
+                BLOCK_M,
+            )
+        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
         slot += 1
         parity = gl.where(slot == STAGES, parity ^ 1, parity)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -333,19 +340,39 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.place_keys(first_key, columns)
-            keep = kv_idx <= q_idx
-            s = gl.where(keep, s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
-            alpha = gl.exp2(m - m_safe)
-            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
-            m = m_new
+            tiles_left -= 1
+            if tiles_left == 0:
+                hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
+            s = hopper.keep_keys(s, (hopper.keys_before(s, q_idx, first_key, 1)))
+            # With the maximum so far: nothing has to be found out before the exponentials, and
+            #     nothing is
+            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            weights = gl.exp2(s * scale_log2 - m[:, None])
+            sums = hopper.quad_sums(weights)
+            next_p = hopper.pack(weights, DTYPE)
+            alpha = gl.full([64], 1.0, FLOAT, ROW)
+            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
+            is_beyond = hopper.any_beyond(sums, limit, HALF)
+            if is_beyond:
+                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
+                #     beside them.
+                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
+                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+                m_new = gl.where(beyond > 0, m_new, m)
+                weights = gl.exp2(s * scale_log2 - m_new[:, None])
+                next_p = hopper.pack(weights, DTYPE)
+                sums = hopper.quad_sums(weights)
+                alpha = gl.exp2(m - m_new)
+                l *= hopper.for_quads(alpha)
+                m = m_new
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
-            p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
-            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+            p = hopper.moved(next_p, heads >> 30)
+            if is_beyond:
+                acc0 *= gl.convert_layout(
+                    alpha, gl.SliceLayout(1, hopper.accumulator(128))
+                )[:, None]
+            l += sums
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
             slot = gl.where(slot == STAGES, 0, slot)
@@ -359,30 +386,37 @@ def consume(
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
+            tiles_left -= 1
+            if tiles_left == 0:
+                hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             # With the maximum so far: nothing has to be found out before the exponentials, and
             #     nothing is
             # scaled. Where weights are large, or outweigh what was there, once more with their own.
-            p = gl.exp2(s * scale_log2 - m[:, None])
-            sums = hopper.quad_sums(p)
-            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
-            p = hopper.pack(p, DTYPE)
-            hopper.mbarrier.arrive(free.index(slot), count=1)
-            limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
-            if hopper.any_beyond(sums, limit, HALF):
+            weights = gl.exp2(s * scale_log2 - m[:, None])
+            sums = hopper.quad_sums(weights)
+            next_p = hopper.pack(weights, DTYPE)
+            alpha = gl.full([64], 1.0, FLOAT, ROW)
+            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
+            is_beyond = hopper.any_beyond(sums, limit, HALF)
+            if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
                 #     beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
                 weights = gl.exp2(s * scale_log2 - m_new[:, None])
-                p = hopper.pack(weights, DTYPE)
+                next_p = hopper.pack(weights, DTYPE)
                 sums = hopper.quad_sums(weights)
                 alpha = gl.exp2(m - m_new)
                 l *= hopper.for_quads(alpha)
+                m = m_new
+            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+            hopper.mbarrier.arrive(free.index(slot), count=1)
+            p = hopper.moved(next_p, heads >> 30)
+            if is_beyond:
                 acc0 *= gl.convert_layout(
                     alpha, gl.SliceLayout(1, hopper.accumulator(128))
                 )[:, None]
-                m = m_new
             l += sums
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
@@ -463,7 +497,7 @@ def attention_forward(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for own in gl.static_range(2 * BUFFERS):
         hopper.mbarrier.init(q_ready.index(own), count=1)
-        hopper.mbarrier.init(q_free.index(own), count=1)
+        hopper.mbarrier.init(q_free.index(own), count=128)
     for slot in gl.static_range(STAGES):
         hopper.mbarrier.init(ready.index(slot), count=1)
         hopper.mbarrier.init(free.index(slot), count=2)

@@ -15,6 +15,7 @@ from flashgen import hopper
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 FLOAT = gl.constexpr(gl.float32)
+NEVER = gl.constexpr(-3.0e38)
 
 
 @gluon.jit
@@ -217,7 +218,7 @@ def finish(
     m = m_new
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = gl.where(l == 0.0, 1.0, l)
-    lse = m + gl.log2(divisor)
+    lse = gl.where(l == 0.0, float("-inf"), m + gl.log2(divisor))
     acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(64)))[:, None]
     # 0 x inf and 0 x NaN are NaN.
     zero = gl.zeros([64], FLOAT, ROW)
@@ -243,10 +244,8 @@ def consume(
     """A warpgroup: 64 rows of each row block, from their first scores to their outputs."""
     SCORES: gl.constexpr = hopper.accumulator(BLOCK_N)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     DTYPE: gl.constexpr = q0_desc.dtype
-    columns = gl.arange(0, BLOCK_N, COLUMN)[None, :]
-    m = gl.full([64], float("-inf"), FLOAT, ROW)
+    m = gl.full([64], NEVER, FLOAT, ROW)
     l = gl.zeros([64, 4], FLOAT, hopper.quads())
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 64], FLOAT, hopper.accumulator(64))
@@ -292,22 +291,27 @@ def consume(
             finish(
                 HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, m, l, acc0,
                 out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, sinks_ptr,
-                heads, q_len,
+                        heads, q_len,
                 BLOCK_M,
             )
+        acc0 = gl.zeros([64, 64], FLOAT, hopper.accumulator(64))
 
         # The first tile, whichever kind it is, is masked; a ragged one is the first.
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
         first_full = gl.minimum(full_tiles, 1 - ragged_tiles - first_masked)
-        m = gl.full([64], float("-inf"), FLOAT, ROW)
+        m = gl.full([64], NEVER, FLOAT, ROW)
         l = gl.zeros([64, 4], FLOAT, hopper.quads())
-        acc0 = gl.zeros([64, 64], FLOAT, hopper.accumulator(64))
-        kv_idx = hopper.place_keys(first_key, columns)
         s = tanh(s * to_cap)
-        keep = (kv_idx < kv_len) & ((kv_idx <= q_idx) & (q_sub < kv_idx))
-        s = gl.where(keep, s, float("-inf"))
+        s = hopper.keep_keys(
+            s,
+            hopper.keys_before(s, kv_len, first_key, 0)
+            & (
+                (hopper.keys_before(s, q_idx, first_key, 1))
+                & (~hopper.keys_before(s, q_sub, first_key, 1))
+            ),
+        )
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+        m_safe = m_new
         p = gl.exp2(s * scale_log2 - m_safe[:, None])
         alpha = gl.exp2(m - m_safe)
         l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
@@ -327,20 +331,39 @@ def consume(
             acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 64), values, acc0, is_async=True)
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-            kv_idx = hopper.place_keys(first_key, columns)
             s = tanh(s * to_cap)
-            keep = (kv_idx <= q_idx) & (q_sub < kv_idx)
-            s = gl.where(keep, s, float("-inf"))
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
-            alpha = gl.exp2(m - m_safe)
-            l = l * hopper.for_quads(alpha) + hopper.quad_sums(p)
-            m = m_new
+            s = hopper.keep_keys(
+                s,
+                (
+                    (hopper.keys_before(s, q_idx, first_key, 1))
+                    & (~hopper.keys_before(s, q_sub, first_key, 1))
+                ),
+            )
+            # With the maximum so far: nothing has to be found out before the exponentials, and
+            #     nothing is
+            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            weights = gl.exp2(s * scale_log2 - m[:, None])
+            sums = hopper.quad_sums(weights)
+            p = weights
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
-            acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(64)))[:, None]
+            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
+            is_beyond = hopper.any_beyond(sums, limit, HALF)
+            if is_beyond:
+                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
+                #     beside them.
+                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
+                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+                m_new = gl.where(beyond > 0, m_new, m)
+                weights = gl.exp2(s * scale_log2 - m_new[:, None])
+                p = hopper.pack(weights, DTYPE)
+                sums = hopper.quad_sums(weights)
+                alpha = gl.exp2(m - m_new)
+                l *= hopper.for_quads(alpha)
+                acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(64)))[:, None]
+                m = m_new
+            l += sums
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
             slot = gl.where(slot == STAGES, 0, slot)
@@ -358,13 +381,15 @@ def consume(
             # With the maximum so far: nothing has to be found out before the exponentials, and
             #     nothing is
             # scaled. Where weights are large, or outweigh what was there, once more with their own.
-            p = gl.exp2(s * scale_log2 - m[:, None])
-            sums = hopper.quad_sums(p)
+            weights = gl.exp2(s * scale_log2 - m[:, None])
+            sums = hopper.quad_sums(weights)
+            p = weights
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
             p = hopper.pack(p, DTYPE)
             hopper.mbarrier.arrive(free.index(slot), count=1)
-            limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
-            if hopper.any_beyond(sums, limit, HALF):
+            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
+            is_beyond = hopper.any_beyond(sums, limit, HALF)
+            if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
                 #     beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
