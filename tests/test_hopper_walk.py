@@ -347,6 +347,21 @@ def test_scores_that_rise_with_the_distance(
     check(monkeypatch, fg.Attention(mask, slanted), tensors, grad, slope=slope)
 
 
+def test_keys_that_nobody_sees_have_no_part_in_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows beyond the last query would see them, if there were any."""
+    tensors, grad = inputs(1, 2, 1, 200, 300, 128, 64)
+    slope = torch.tensor([0.5, -0.1], requires_grad=True)
+    attend = fg.Attention(masks.causal, slanted)
+    right = attend(*tensors, backend="cpu", slope=slope, q_offset=0)
+    right = torch.autograd.grad(right, slope, grad)[0]
+    bare = [x.detach().clone() for x in tensors]
+    bare[1][:, :, 200:] = bare[2][:, :, 200:] = torch.nan
+    wanted = replace(NO_DATA, data=("slope",))
+    data = {"slope": slope.detach(), "q_offset": 0}
+    (*_, got), _ = walk(monkeypatch, attend, bare, grad, wanted=wanted, **data)
+    torch.testing.assert_close(got, right, rtol=5e-3, atol=5e-3)
+
+
 @fg.attention(mask=masks.causal & masks.document, softcap=6.0)
 def heated(score, b, h, h_kv, q_idx, gate: fg.Tensor, heat: fg.Tensor, own: fg.Tensor):
     return score * fg.tanh(score * gate[h]) * heat + gate[0] * score + own[h_kv, q_idx]
