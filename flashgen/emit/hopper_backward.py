@@ -76,6 +76,7 @@ def hopper_backward(
     order = (_PACKED_ORDER if variant.packed else _ORDER) if ordered else []
     arguments = (attention, queries, keys, order)
     has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
+    is_wide = keys_of(variant.head_dim, variant.v_head_dim) == 64
     text = (
         environment()
         .get_template(TEMPLATE)
@@ -101,7 +102,8 @@ def hopper_backward(
             adder=has_adder,
             # Beside the warp that loads: who reads a block's steps from shared memory.
             readers=2 + has_adder + ordered,
-            wide=keys_of(variant.head_dim, variant.v_head_dim) == 64,
+            wide=is_wide,
+            meets_lse_late=not (has_adder or is_wide),
             q_wide=parts_of(variant.head_dim),
             v_wide=parts_of(variant.v_head_dim),
             dq_wide=_halves(variant.head_dim),

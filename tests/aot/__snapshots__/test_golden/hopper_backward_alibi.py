@@ -275,18 +275,19 @@ def attend(
                 s = warpgroup_mma(
                     k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                row_lse = lse.index(coming).load(QUERIES)[None, :]
 
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 # Thread by thread; mbarrier.arrive would first wait for all of them.
                 hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
                 mbarrier.wait(grads_here.index(coming), phase)
+                row_lse = lse.index(coming).load(QUERIES)[None, :]
+                # Before the next product, with whose instructions exponentials take turns.
+                s = warpgroup_mma_wait(0, deps=(s,))
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
                 row_delta = delta.index(coming).load(QUERIES)
                 dp = warpgroup_mma(
                     v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
                 )
-                s = warpgroup_mma_wait(1, deps=(s,))
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
 

@@ -200,7 +200,6 @@ def attend(
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
-    by_scale = 1.0 / scale_log2
     k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
     v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
     # dQ of half of the dimensions is this warpgroup's, from all keys.
@@ -228,10 +227,8 @@ def attend(
             first = past % STAGES
             mbarrier.wait(q_here.index(first), past // STAGES & 1)
             queries = q.index(first).reshape([BLOCK_M, WIDTH])
-            row_lse = lse.index(first).load(QUERIES) * by_scale
-            s = warpgroup_mma(
-                k_half, queries.permute((1, 0)), zeros - row_lse[None, :], is_async=True
-            )
+            s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            row_lse = lse.index(first).load(QUERIES)[None, :]
 
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.wait(grads_here.index(first), past // STAGES & 1)
@@ -244,7 +241,7 @@ def attend(
             first_row = first_rows.index(first).load(QUERIES)[None, :]
             row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
 
-            p = gl.exp2(s * scale_log2)
+            p = gl.exp2(s * scale_log2 - row_lse)
             if past < masked_end:
                 q_idx = first_row + q_offset + rows
                 doc_q = doc_q_tiles.index(first).load(QUERIES)[None, :]
@@ -292,25 +289,26 @@ def attend(
 
                 # Scores of the next step.
                 queries = q.index(coming).reshape([BLOCK_M, WIDTH])
-                row_lse = lse.index(coming).load(QUERIES) * by_scale
                 s = warpgroup_mma(
-                    k_half, queries.permute((1, 0)), zeros - row_lse[None, :], is_async=True
+                    k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
 
                 dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
                 # Thread by thread; mbarrier.arrive would first wait for all of them.
                 hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
                 mbarrier.wait(grads_here.index(coming), phase)
+                row_lse = lse.index(coming).load(QUERIES)[None, :]
+                # Before the next product, with whose instructions exponentials take turns.
+                s = warpgroup_mma_wait(0, deps=(s,))
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
                 row_delta = delta.index(coming).load(QUERIES)
                 dp = warpgroup_mma(
                     v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
                 )
-                s = warpgroup_mma_wait(1, deps=(s,))
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
 
-                p = gl.exp2(s * scale_log2)
+                p = gl.exp2(s * scale_log2 - row_lse)
                 if turn + 1 < masked_end:
                     q_idx = first_row + q_offset + rows
                     doc_q = doc_q_tiles.index(coming).load(QUERIES)[None, :]
