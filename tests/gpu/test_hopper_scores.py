@@ -132,9 +132,10 @@ def test_gradients(attend: Any, D: int) -> None:
     check(attend, D, torch.bfloat16, deterministic=True)
 
 
+@pytest.mark.parametrize("D", [128, 64])
 @pytest.mark.parametrize("attend", [alibi, biased, gate], ids=("alibi", "biased", "gate"))
-def test_keys_that_nobody_sees(attend: Any) -> None:
-    check(attend, 64, torch.bfloat16, unseen=70)
+def test_keys_that_nobody_sees(attend: Any, D: int) -> None:
+    check(attend, D, torch.bfloat16, unseen=70)
 
 
 @pytest.mark.parametrize("attend", [alibi, biased, gate], ids=("alibi", "biased", "gate"))
