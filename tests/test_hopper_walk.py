@@ -13,6 +13,7 @@ from stored import Sequences
 
 import flashgen as fg
 from flashgen import hopper, launch, masks
+from flashgen.emit import Variant
 from flashgen.emit.gradients import Wanted
 from flashgen.emit.sums import NO_DATA, summed
 from flashgen.kernel_names import spell
@@ -347,11 +348,14 @@ def test_scores_that_rise_with_the_distance(
     check(monkeypatch, fg.Attention(mask, slanted), tensors, grad, slope=slope)
 
 
-def test_keys_that_nobody_sees_have_no_part_in_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 6.0])
+def test_keys_that_nobody_sees_have_no_part_in_sums(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
     """Rows beyond the last query would see them, if there were any."""
     tensors, grad = inputs(1, 2, 1, 200, 300, 128, 64)
     slope = torch.tensor([0.5, -0.1], requires_grad=True)
-    attend = fg.Attention(masks.causal, slanted)
+    attend = fg.Attention(masks.causal, slanted, softcap=softcap)
     right = attend(*tensors, backend="cpu", slope=slope, q_offset=0)
     right = torch.autograd.grad(right, slope, grad)[0]
     bare = [x.detach().clone() for x in tensors]
@@ -363,8 +367,9 @@ def test_keys_that_nobody_sees_have_no_part_in_sums(monkeypatch: pytest.MonkeyPa
 
 
 @fg.attention(mask=masks.causal & masks.document, softcap=6.0)
-def heated(score, b, h, h_kv, q_idx, gate: fg.Tensor, heat: fg.Tensor, own: fg.Tensor):
-    return score * fg.tanh(score * gate[h]) * heat + gate[0] * score + own[h_kv, q_idx]
+def heated(score, h, h_kv, q_idx, kv_idx, gate: fg.Tensor, heat: fg.Tensor, own: fg.Tensor):
+    away = (kv_idx - q_idx) / 16
+    return score + heat * gate[h] * away + gate[0] * away + own[h_kv, q_idx]
 
 
 def test_sums_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,8 +409,40 @@ def scaled(score, h, q_idx, kv_idx, table: fg.Tensor, factor: fg.Tensor):
 
 def test_derivatives_that_read_data_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, grad = inputs(1, 2, 1, 200, 220, 128, 64)
-    factor = torch.tensor(0.7, requires_grad=True)
+    factor = torch.tensor(0.7)
     check(monkeypatch, scaled, tensors, grad, table=torch.rand(2, 71), factor=factor)
+
+
+def test_what_is_left_to_portable_kernels() -> None:
+    """Derivatives that read scores, or data of keys or queries, which may be anything."""
+    tensors = {"slope": torch.zeros(8), "own": torch.zeros(8)}
+
+    def summed_of(score: Any, head_dim: int = 128) -> tuple[str, ...]:
+        names = [name for name in tensors if name in score.__annotations__]
+        spec = (
+            fg.Attention(masks.causal, score)
+            ._program.bind({n: tensors[n] for n in names}, "test")
+            .spec
+        )
+        wanted = replace(NO_DATA, data=("slope",))
+        return summed(spec, wanted, Variant(head_dim, head_dim)).data
+
+    def gated(score, h, slope: fg.Tensor):
+        return score * slope[h]
+
+    def beside_keys(score, h, kv_idx, slope: fg.Tensor, own: fg.Tensor):
+        return score + slope[h] * own[kv_idx]
+
+    def beside_queries(score, h, q_idx, slope: fg.Tensor, own: fg.Tensor):
+        return score + slope[h] * own[q_idx]
+
+    def of_keys(score, kv_idx, slope: fg.Tensor):
+        return score + slope[kv_idx]
+
+    assert summed_of(slanted) == ("slope",)
+    assert summed_of(slanted, 64) == ()
+    for left in (gated, beside_keys, beside_queries, of_keys):
+        assert summed_of(left) == ()
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,16 @@ def _is_far(spec: Spec, name: str, level: frozenset[Expr]) -> bool:
 
 def _is_summed(spec: Spec, name: str, level: frozenset[Expr]) -> bool:
     """Whether a block of keys of a head reads one element of the data, or a tile where `level` is
-    read, and data of queries has no part in its gradient."""
+    read, and neither scores nor data of queries or keys have a part in its gradient: of keys that
+    nobody sees they may be anything."""
     reads = [(load, by) for load, by in derivatives_of(spec).loads if load.attr == name]
-    of_queries = [
+    moving = [
         node
         for _, by in reads
         for node in walk(by)
-        if node.op == "load" and leaves(node, "index") & _MOVING == {"q_idx"}
+        if node.op == "load" and leaves(node, "index") & _MOVING
     ]
-    return not of_queries and all(
+    return not (moving or any(reads_score(by) for _, by in reads)) and all(
         load in level or not (leaves(load, "index") & _MOVING or reads_score(load))
         for load, _ in reads
     )

@@ -212,13 +212,13 @@ def test_short_rows_one_after_the_other(head_dim: int, is_ordered: bool) -> None
 def merged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many programs shared a row block, in each call where some did."""
     splits: list[int] = []
-    merge = launch_hopper.decode.merge
+    merge = launch_hopper.merging.merge
 
     def noted(parts: torch.Tensor, *rest: Any) -> None:
         splits.append(parts.shape[-2])
         merge(parts, *rest)
 
-    monkeypatch.setattr(launch_hopper.decode, "merge", noted)
+    monkeypatch.setattr(launch_hopper.merging, "merge", noted)
     return splits
 
 
