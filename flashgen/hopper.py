@@ -39,6 +39,17 @@ def _wait_stores(pendings: int, _semantic: Any = None) -> None:
 wait_stores = builtin(_wait_stores)
 
 
+def _reinterpret(
+    tile: Any, dtype: Any, shape: Sequence[Any], layout: Any, _semantic: Any = None
+) -> Any:
+    """Shared memory seen in another shape and layout; 3.9 gave it a public name alone."""
+    view = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
+
+
+reinterpret = builtin(_reinterpret)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def sync_at(number, threads: gl.constexpr = 256):  # type: ignore[no-untyped-def]
     """Until so many threads are at a named barrier: they arrive here, or by `arrive_at`.

@@ -93,7 +93,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.data.view(shape))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
+    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:
         rows, columns = shape[-2:]
         if columns == self.data.shape[-1] or shape[0] == 1:
             return self.reshape(shape)
@@ -403,6 +403,7 @@ class Machine:
             warpgroup_mma=_product,
             warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
             async_copy=async_copy,
+            reinterpret=lambda tile, dtype, shape, layout: tile.reinterpret(dtype, shape, layout),
             sync_at=lambda n, threads=256: _named(n).sync(threads),
             arrive_at=lambda n, threads=256: _named(n).arrive(threads),
             note=lambda place, x: place.data.fill_(int(x)),

@@ -141,8 +141,10 @@ def store_keys(
         # 0, or NaN; one operation for each number.
         is_spoilt = gl.sum(sums * 0.0, 1)[:, None] != 0.0
         gl.store(spoilt_ptr + rows * 0, 1, mask=is_spoilt & (rows < last))
-        tile = room.slice(0, sums.shape[1])._reinterpret(
-            room.dtype, [1, 1, sums.shape[0], sums.shape[1]], tiles.layout
+        tile = hopper.reinterpret(
+            room.slice(0, sums.shape[1]), room.dtype, [
+                1, 1, sums.shape[0], sums.shape[1]
+            ], tiles.layout
         )
         hopper.wait_stores(0)
         hopper.barrier()

@@ -526,14 +526,16 @@ def attention_forward(
     # The same memory as it is copied to: [rows, 128 bytes] of a part at a time.
     k0_rows: gl.constexpr = k0_desc.block_type.shape[2]
     k0_width: gl.constexpr = k0_desc.block_type.shape[3]
-    k0_pages = k0_tiles._reinterpret(
+    k0_pages = hopper.reinterpret(
+        k0_tiles,
         q0_desc.dtype,
         [STAGES * BLOCK_N * 128 // (k0_rows * k0_width), 1, 1, k0_rows, k0_width],
         k0_desc.layout,
     )
     v0_rows: gl.constexpr = v0_desc.block_type.shape[2]
     v0_width: gl.constexpr = v0_desc.block_type.shape[3]
-    v0_pages = v0_tiles._reinterpret(
+    v0_pages = hopper.reinterpret(
+        v0_tiles,
         q0_desc.dtype,
         [STAGES * BLOCK_N * 128 // (v0_rows * v0_width), 1, 1, v0_rows, v0_width],
         v0_desc.layout,
