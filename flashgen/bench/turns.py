@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-# Milliseconds that each work gets in a round; turns of a round at least, if they take less than so
-# many milliseconds, and at most. All are even.
-_EACH, _FEWEST, _MOST = 40.0, {6: 1000.0, 2: math.inf}, 100
+# Milliseconds that each work gets in a round; pairs of turns in one, at least and at most, and of
+# turns of so many milliseconds.
+_EACH, _FEWEST, _MOST = 40.0, 3, 50
+_FEWEST_LONG, _LONG = 1, 1000.0
 # Bytes written between two calls: more than a GPU's L2 holds.
 _FLUSHED = 1 << 28
 
@@ -27,9 +28,9 @@ def medians(works: Mapping[str, Callable[[], Any]], rounds: int = 1) -> dict[str
     those between them the one before backwards: what runs before a work counts in its time."""
     cache = torch.empty(_FLUSHED, dtype=torch.int8, device="cuda")
     first = sum(_taken(_turn(works, cache)).values())
-    fewest = next(turns for turns, most in _FEWEST.items() if first < most)
+    fewest = _FEWEST if first < _LONG else _FEWEST_LONG
     pairs = math.ceil(rounds * _EACH * len(works) / first / 2)
-    pairs = min(max(pairs, rounds * fewest // 2), rounds * _MOST // 2)
+    pairs = min(max(pairs, rounds * fewest), rounds * _MOST)
     random, turns = Random(0), []
     for _ in range(pairs):
         order = random.sample(list(works), len(works))
