@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
 
 COLUMNS = 100
 _OPEN, _CLOSE = "([{", ")]}"
@@ -16,8 +17,6 @@ _OPERATORS = (
     (" + ", " - "),
     (" * ", " // ", " / ", " % "),
 )
-# A call over three lines whose middle one doesn't end in a comma.
-_THREE_LINES = re.compile(r"^( *)(.*[(\[])\n +(.*[^,\s])\n\1([)\]].*)$", flags=re.MULTILINE)
 
 
 def tidy(text: str) -> str:
@@ -25,14 +24,28 @@ def tidy(text: str) -> str:
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     text = re.sub(r"\n{3,}(?=[ \t])", "\n\n", text)
-    text = _THREE_LINES.sub(_join, text)
-    lines = [folded for line in text.splitlines() for folded in fold(line)]
+    lines = [folded for line in _joined(text.splitlines()) for folded in fold(line)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _join(found: re.Match[str]) -> str:
-    joined = "".join(found.groups())
-    return joined if len(joined) <= COLUMNS else found[0]
+def _joined(lines: list[str]) -> Iterator[str]:
+    """Calls over three lines whose middle one doesn't end in a comma, in one where they fit."""
+    at = 0
+    while at < len(lines):
+        count = 3 if lines[at].endswith(tuple(_OPEN[:2])) and _is_call(lines[at : at + 3]) else 1
+        joined = lines[at] + "".join(map(str.strip, lines[at + 1 : at + count]))
+        yield from [joined] if len(joined) <= COLUMNS else lines[at : at + count]
+        at += count
+
+
+def _is_call(lines: list[str]) -> bool:
+    """Whether the third of lines closes what the first opens around the second."""
+    if len(lines) < 3:
+        return False
+    first, inner, last = lines
+    indent = first[: len(first) - len(first.lstrip())]
+    closes = last.startswith((f"{indent})", f"{indent}]"))
+    return closes and inner.startswith(" ") and not inner.endswith((",", " "))
 
 
 def fold(line: str) -> list[str]:
