@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 COLUMNS = 100
 _OPEN, _CLOSE = "([{", ")]}"
@@ -24,7 +24,8 @@ def tidy(text: str) -> str:
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     text = re.sub(r"\n{3,}(?=[ \t])", "\n\n", text)
-    lines = [folded for line in _joined(text.splitlines()) for folded in fold(line)]
+    lines = list(_joined(text.splitlines()))
+    lines = [folded for line in _refilled(lines) for folded in fold(line)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -48,6 +49,28 @@ def _is_call(lines: list[str]) -> bool:
     return closes and inner.startswith(" ") and not inner.endswith((",", " "))
 
 
+def _refilled(lines: Sequence[str]) -> Iterator[str]:
+    """Comments inside functions filled anew, from a line that is too long to their ends."""
+    at = 0
+    while at < len(lines):
+        end = at + 1
+        margin = _prose(lines[at]) if len(lines[at]) > COLUMNS else ""
+        if margin:
+            while end < len(lines) and _prose(lines[end]) == margin:
+                end += 1
+            words = " ".join(line.removeprefix(margin) for line in lines[at:end])
+            yield from _fill(words, margin, margin)
+        else:
+            yield lines[at]
+        at = end
+
+
+def _prose(line: str) -> str:
+    """What a comment inside a function begins with; each line of a header is for itself."""
+    found = re.match(r" +# (?=\S)", line)
+    return found[0] if found else ""
+
+
 def fold(line: str) -> list[str]:
     """One line of code or comment as lines of at most 100 columns, where it can be broken."""
     if len(line) <= COLUMNS:
@@ -56,18 +79,19 @@ def fold(line: str) -> list[str]:
     indent = line[: line.index(code)]
     comment = re.match(r"# *", code)
     if comment is not None:
-        return _fold_words(code, indent, f"#{' ' * (len(comment[0]) + 3)}")
+        return _fill(code, indent, f"{indent}#{' ' * (len(comment[0]) + 3)}")
     if code.startswith('"""'):
-        return _fold_words(code, indent, "")
+        return _fill(code, indent, indent)
     return _fold_code(code, indent)
 
 
-def _fold_words(code: str, indent: str, margin: str) -> list[str]:
+def _fill(words: str, first: str, others: str) -> list[str]:
+    """Lines of words, the first and the others each behind their margin."""
     return textwrap.wrap(
-        code,
+        words,
         COLUMNS,
-        initial_indent=indent,
-        subsequent_indent=indent + margin,
+        initial_indent=first,
+        subsequent_indent=others,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -75,3 +75,15 @@ def test_a_call_that_fits_one_line_is_on_one():
 def test_tidy_text_stays_as_it_is():
     text = tidy(f"x = {A} & {B} & ({A} | {B} | {C})\n")
     assert tidy(text) == text
+
+
+def test_a_comment_in_a_function_is_refilled_from_its_first_long_line():
+    words = "word " * 25
+    text = f"def f():\n    # Short.\n    # {words.strip()}\n    # and on.\n    x = 1\n"
+    first, *filled, last = tidy(text).splitlines()[1:]
+    assert first == "    # Short."
+    assert [len(line) <= COLUMNS and line.startswith("    # w") for line in filled] == [True] * 2
+    assert filled[1].endswith(" word and on.")
+    assert last == "    x = 1"
+    header = f"# {words.strip()}\n# apart\n"
+    assert tidy(header).endswith("\n# apart\n")

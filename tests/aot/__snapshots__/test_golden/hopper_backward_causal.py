@@ -220,7 +220,7 @@ def attend(
             hopper.wait_stores(0)
             hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
             # Not `row`: Triton takes for constant what a turn sets to the value that it has before
-            #     the loop.
+            # the loop.
             last_row = gl.zeros_like(row)
             for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES

@@ -227,7 +227,7 @@ def weigh(
 
             s = warpgroup_mma_wait(0, deps=(s,))
             # Not `row`: Triton takes for constant what a turn sets to the value that it has before
-            #     the loop.
+            # the loop.
             last_row = gl.zeros_like(first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :])
             for turn in range(past, end - 1):
                 stage, parity = turn % STAGES, turn & 1

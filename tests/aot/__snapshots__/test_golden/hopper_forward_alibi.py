@@ -344,13 +344,13 @@ def consume(
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
             # Always so; but what is computed in a branch isn't put off until the product before is
-            #     over.
+            # over.
             if block >= 0:
                 kv_idx = hopper.place_keys(first_key, columns)
                 s += hopper.pinned(rise) * (columns & -7).to(FLOAT)
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             p = gl.exp2(s * scale_log2 - (m[:, None] - lift * scale_log2))
             sums = hopper.quad_sums(p)
             acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
@@ -359,7 +359,7 @@ def consume(
             limit = gl.minimum(gl.maximum(4.0 * l, 2.0), 4096.0)
             if hopper.any_beyond(sums, limit, HALF):
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, hopper.lifted_max(s, lift) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)

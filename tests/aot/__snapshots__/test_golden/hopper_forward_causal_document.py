@@ -368,8 +368,8 @@ def consume(
                 ),
             )
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             p = weights
@@ -380,7 +380,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
@@ -420,8 +420,8 @@ def consume(
             keep = (kv_idx <= q_idx) & (doc_q == doc_kv_across)
             s = gl.where(keep, s, float("-inf"))
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             p = weights
@@ -432,7 +432,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
@@ -463,8 +463,8 @@ def consume(
             if tiles_left == 0:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             p = weights
@@ -475,7 +475,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)

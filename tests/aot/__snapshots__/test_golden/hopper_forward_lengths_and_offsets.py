@@ -345,8 +345,8 @@ def consume(
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             s = hopper.keep_keys(s, (hopper.keys_before(s, q_idx, first_key, 1)))
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             next_p = hopper.pack(weights, DTYPE)
@@ -355,7 +355,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
@@ -390,8 +390,8 @@ def consume(
             if tiles_left == 0:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             next_p = hopper.pack(weights, DTYPE)
@@ -400,7 +400,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)

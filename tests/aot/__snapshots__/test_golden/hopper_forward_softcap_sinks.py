@@ -340,8 +340,8 @@ def consume(
                 ),
             )
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             p = weights
@@ -352,7 +352,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
@@ -379,8 +379,8 @@ def consume(
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             s = tanh(s * to_cap)
             # With the maximum so far: nothing has to be found out before the exponentials, and
-            #     nothing is
-            # scaled. Where weights are large, or outweigh what was there, once more with their own.
+            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
+            # their own.
             weights = gl.exp2(s * scale_log2 - m[:, None])
             sums = hopper.quad_sums(weights)
             p = weights
@@ -391,7 +391,7 @@ def consume(
             is_beyond = hopper.any_beyond(sums, limit, HALF)
             if is_beyond:
                 # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                #     beside them.
+                # beside them.
                 beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
                 m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
                 m_new = gl.where(beyond > 0, m_new, m)
