@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -326,6 +327,17 @@ def test_doctor_reports_a_setting_that_calls_refuse(
     rows = doctor_rows(capsys.readouterr().out)
     assert rows["FLASHGEN_DEBUG"].startswith("invalid: ")
     assert "FLASHGEN_DEBUG=maybe" in rows["FAILED"]
+
+
+def test_doctor_advises_another_assembler(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    variable, older = "TRITON_PTXAS_BLACKWELL_PATH", compiler.get_ptxas(80)
+    assert variable not in doctor_rows(run(capsys, "doctor"))
+    newer = types.SimpleNamespace(path="/triton/bin/ptxas-blackwell", version="13.4")
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: newer)
+    assert f"{older.path} on sm_90" in doctor_rows(run(capsys, "doctor"))[variable]
 
 
 def doctor_rows(text: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 
 import flashgen as fg
 
-from .. import backends, cache
+from .. import assembler, backends, cache
 from ..config import config
 from ..errors import FlashgenError
 from ..reference import attention_reference
@@ -69,9 +69,18 @@ def _settings() -> Iterator[Row]:
     for variable in ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES"):
         if variable in os.environ:
             yield variable, os.environ[variable]
+    if path := _better_assembler():
+        yield assembler.VARIABLE, f"set it to {path} on sm_90: Hopper's kernels spill less"
     count = len(cache.entries())
     state = "can be written" if _is_writable(config.cache_dir) else "can NOT be written"
     yield "the cache folder", f"{state}, {count} generated files"
+
+
+def _better_assembler() -> str | None:
+    try:
+        return assembler.better_for_hopper()
+    except (ImportError, RuntimeError):  # No Triton, or one without assemblers.
+        return None
 
 
 def _value(name: str, source: Callable[[], str]) -> str:

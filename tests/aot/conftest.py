@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from flashgen import assembler
+
 if os.environ.get("TRITON_INTERPRET", "0") != "0":
     raise pytest.UsageError(
         "tests/aot compiles kernels, and Triton's interpreter is on: unset TRITON_INTERPRET"
     )
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# What `flashgen doctor` advises where Hopper's kernels are compiled, before anything is.
+if better := assembler.better_for_hopper():
+    os.environ[assembler.VARIABLE] = better
