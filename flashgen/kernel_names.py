@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from .emit import identifiers
@@ -25,6 +25,12 @@ def spell(bound: Bound) -> Bound:
         {changes.get(name, name): value for name, value in bound.scalars.items()},
         {changes.get(name, name): tensor for name, tensor in bound.tensors.items()},
     )
+
+
+def name_in_kernels(spec: Spec) -> Callable[[str], str]:
+    """What kernels call a scalar or tensor."""
+    changes = _changes(spec)
+    return lambda name: changes.get(name, name)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from .call import Call
 from .decoding import Kernel, describe, on_hopper
 from .emit import decode as emit_decode
 from .emit.gradients import Wanted
-from .kernel_names import spell
+from .kernel_names import name_in_kernels, spell
 from .launch import backward as launch_backward
 from .launch import decode as launch_decode
 from .launch import hopper_backward as launch_hopper_backward
@@ -22,7 +22,7 @@ from .model import Cost
 from .order import Ordered, ordered
 from .schedule import Schedule
 from .show import explain_text
-from .spec import Bound, Spec
+from .spec import Spec
 from .tiling.hopper import shape_for
 
 LINES_SHOWN = 24
@@ -66,8 +66,9 @@ def _all(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]:
 def _backward(call: Call, choice: Choice) -> list[Any]:
     """The modules of the gradients of q, k, v, and of the data that wants any."""
     spec, variant = _kernel_of(call)
-    division = _division(call, spell(call.bound), hopper=choice.name == "hopper")
-    if choice.name != "hopper" or _no_hopper_backward(call):
+    told = _division(call, hopper=choice.name == "hopper")
+    division = told.renamed(name_in_kernels(call.bound.spec))
+    if choice.name != "hopper" or _no_hopper_backward(call, told):
         return [launch_backward.generate(spec, variant, division.kernels)]
     modules: list[Any] = [
         launch_hopper_backward.generate(spec, variant, wanted=division.added),
@@ -78,20 +79,22 @@ def _backward(call: Call, choice: Choice) -> list[Any]:
     return modules
 
 
-def _division(call: Call, bound: Bound, *, hopper: bool) -> launch_backward.Division:
-    """Which kernels compute the gradients of q, k, v, and of the data that wants any, by the names
-    of `bound`."""
+def _division(call: Call, *, hopper: bool) -> launch_backward.Division:
+    """Which kernels compute the gradients of q, k, v, and of the data that wants any, by the
+    user's names."""
     dims = (call.q.shape[-1], call.v.shape[-1])
-    data = data_gradients.wanted(bound, [x.requires_grad for x in call.data])
+    data = data_gradients.wanted(call.bound, [x.requires_grad for x in call.data])
     return launch_backward.divide(
-        Wanted(data=data), bound, call.geometry, dims, call.q.dtype, deterministic=False,
+        Wanted(data=data), call.bound, call.geometry, dims, call.q.dtype, deterministic=False,
         hopper=hopper, side=launch_backward.side_of(call.q.device, call.q.dtype, dims, (128, 128)),
     )  # fmt: skip
 
 
-def _no_hopper_backward(call: Call, block_size: tuple[int, int] = (128, 128)) -> str:
+def _no_hopper_backward(
+    call: Call, division: launch_backward.Division, block_size: tuple[int, int] = (128, 128)
+) -> str:
     """Why the gradients of a call with Hopper's forward come from portable kernels."""
-    dims, division = (call.q.shape[-1], call.v.shape[-1]), _division(call, call.bound, hopper=True)
+    dims = (call.q.shape[-1], call.v.shape[-1])
     given = (call.bound, call.geometry, dims, call.q.dtype, block_size, call.scale)
     return launch_backward.obstacle(division, *given, dropout=call.dropout is not None)
 
@@ -144,15 +147,15 @@ def _blocks(call: Call, schedule: Schedule, choice: Choice, kernel: Kernel) -> s
 def _blocks_back(call: Call, block_size: tuple[int, int]) -> str:
     """Which kernels compute the gradients of a call with Hopper's forward, and their steps."""
     spec, variant = _kernel_of(call)
-    if problem := _no_hopper_backward(call, block_size):
+    division = _division(call, hopper=True)
+    if problem := _no_hopper_backward(call, division, block_size):
         return f"backward: portable; {problem}"
-    added = _division(call, spell(call.bound), hopper=True).added
+    added = division.renamed(name_in_kernels(call.bound.spec)).added
     made = launch_hopper_backward.generate(spec, variant, wanted=added)
     default = launch_hopper_backward.default_steps(variant)
     what = launch.tuned_as(made.name, made.text, call.q.dtype)
     steps = launch_hopper_backward.tuned(what, call.q.device, default, block_size, variant.packed)
     text = f"backward: hopper, {_named(default, steps)}"
-    division = _division(call, call.bound, hopper=True)
     for names, where in ((division.added.data, "with them"), (division.rest, "portable")):
         if names:
             text += f"\ngradients of {', '.join(names)}: {where}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ..differentiate import ZERO, Derivatives, differentiate
 from ..expr import Expr, const, leaves, make
@@ -36,6 +37,11 @@ class Wanted:
     def by_key(self) -> bool:
         """Whether the kernel along the queries runs."""
         return self.k or self.v
+
+    def renamed(self, name: Callable[[str], str]) -> Wanted:
+        """The same with other names of data."""
+        data, stored, far = (tuple(map(name, x)) for x in (self.data, self.stored, self.far))
+        return replace(self, data=data, stored=stored, far=far)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,11 @@ class Division:
     def alone(self) -> Wanted:
         """What portable kernels compute of the rest, beside Hopper's."""
         return replace(self.kernels, q=False, k=False, v=False, data=self.rest, far=self.added.far)
+
+    def renamed(self, name: Callable[[str], str]) -> Division:
+        """The same with other names of data."""
+        kernels, added = self.kernels.renamed(name), self.added.renamed(name)
+        return Division(kernels, added, tuple(map(name, self.rest)))
 
 
 def divide(
