@@ -16,6 +16,7 @@ from flashgen import backends, emit, launch, masks
 from flashgen.emit import hopper_forward as emit_hopper
 from flashgen.errors import FlashgenError
 from flashgen.kernel_names import spell
+from flashgen.launch import hopper_forward as launch_hopper
 from flashgen.schedule import Schedule
 from flashgen.spec import Spec
 from flashgen.tiling import hopper as hopper_tiling
@@ -199,3 +200,25 @@ def test_tiles_are_tall_where_rows_are_long_and_heads_narrow(hopper: None) -> No
 
     assert tile(64, True) == tile(40, True) == (192, 128)
     assert tile(64, False) == tile(96, True) == tile(64, True, 256) == (128, 128)
+
+
+@fg.attention(mask=masks.causal)
+def alibi(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+    return score + slope[h] * (kv_idx - q_idx)
+
+
+def test_what_tall_tiles_serve() -> None:
+    """Not packed sequences, nor what is weighed apart from scores, which that of pages isn't."""
+    plain, data = fg.Attention(masks.causal), {"slope": torch.ones(4)}
+    ends = {f"cu_seqlens_{side}": torch.tensor([0, 100], dtype=torch.int32) for side in ("q", "kv")}
+    table = {"page_table": torch.zeros(2, 2, dtype=torch.int32), "kv_lens": torch.tensor([9, 64])}
+    pages, packed = torch.zeros(3, 32, 4, 64, dtype=BF16), X[0].transpose(0, 1)
+
+    def serve(attend: fg.Attention, q: torch.Tensor, k: torch.Tensor, **given: Any) -> bool:
+        call = attend._check_look(q, k, k, given)
+        return launch_hopper.takes_tall_tiles(call.bound, call.geometry, (64, 64))
+
+    assert serve(plain, X, X)
+    assert not serve(alibi, X, X, **data)
+    assert serve(alibi, X, pages, **data, **table)
+    assert not serve(plain, packed, packed, **ends)

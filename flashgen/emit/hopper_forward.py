@@ -298,9 +298,9 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
-def rises(spec: Spec) -> bool:
+def weighs_apart(spec: Spec, variant: Variant) -> bool:
     """Whether two warpgroups weigh what the score function adds apart from scores."""
-    return slant_of(spec) is not None or level_of(spec) is not None
+    return any(part is not None for part in _apart(spec, variant, groups=2))
 
 
 def _apart(spec: Spec, variant: Variant, groups: int) -> tuple[Expr | None, Level | None]:

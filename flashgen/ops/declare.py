@@ -139,14 +139,16 @@ def _block_size(
 ) -> tuple[int, int]:
     """The tile that the kernel works on, for lengths that aren't known."""
     from .. import backends
-    from ..emit.hopper_forward import rises
+    from ..launch.hopper_forward import takes_tall_tiles
 
     q, v = (torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (head_dim, v_head_dim))
     name = bound.spec.name
     choice = backends.choose(_on(device, backend), device, dtype, name, tensors=(q, q, v))
-    long_rows = has_long_rows(bound, Geometry(1, 1, 1, _LONG, _LONG, _CPU))
-    long_rows = long_rows and not (choice.name == "hopper" and rises(bound.spec))
-    return backends.block_size(choice.name, device, dtype, head_dim, v_head_dim, long_rows)
+    geometry, dims = Geometry(1, 1, 1, _LONG, _LONG, _CPU), (head_dim, v_head_dim)
+    long_rows = has_long_rows(bound, geometry)
+    if choice.name == "hopper":
+        long_rows = long_rows and takes_tall_tiles(bound, geometry, dims)
+    return backends.block_size(choice.name, device, dtype, *dims, long_rows)
 
 
 def _on(device: torch.device, backend: str) -> str:
