@@ -2,162 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import CASES, Case
+from dense_gradients import CAUSAL, INF, Problem, causal, check
 
 import flashgen as fg
 from flashgen import FlashgenError, masks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "masks"))
-from cases import CASES, Case
-
-Score = Callable[[torch.Tensor], torch.Tensor]
-INF = math.inf
-
-
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    score: Score | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and LSE by their definition; differentiable, rows without keys included."""
-    group = q.shape[1] // max(1, k.shape[1])
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if score is None else score(scores)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    allowed = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
-    scores = torch.where(allowed, scores, -INF)
-    most = torch.nn.functional.pad(scores.detach(), (0, 1), value=-INF).amax(-1, keepdim=True)
-    if sinks is not None:
-        most = torch.maximum(most, sinks.detach().reshape(1, -1, 1, 1))
-    most = torch.where(most == -INF, 0.0, most)
-    weights = torch.where(allowed, torch.exp(scores - most), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.reshape(1, -1, 1, 1) - most)
-    divisor = torch.where(total == 0, 1.0, total)
-    lse = torch.where(total == 0, -INF, most + torch.log(divisor))
-    return weights @ v / divisor, lse[..., 0]
-
-
-class Problem:
-    """Random inputs in float32, the same in float64, and random gradients of the results."""
-
-    def __init__(
-        self,
-        batch: int = 1,
-        heads: int = 2,
-        kv_heads: int = 2,
-        q_len: int = 70,
-        kv_len: int = 70,
-        dim: int = 16,
-        v_dim: int = 16,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shapes = (
-            (batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim),
-            (batch, kv_heads, kv_len, v_dim), (batch, heads, q_len, v_dim), (batch, heads, q_len),
-        )  # fmt: skip
-        made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        self.inputs, (self.grad_out, self.grad_lse) = made[:3], made[3:]
-
-    def leaves(self, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        return [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.inputs]
-
-
-def loss(
-    problem: Problem, out: torch.Tensor, lse: torch.Tensor, of_out: bool, of_lse: bool
-) -> torch.Tensor:
-    """A linear function of what has a gradient; rows without keys have no LSE to speak of."""
-    total = out.new_zeros(())
-    if of_out:
-        total = total + (out * problem.grad_out.to(out.dtype)).sum()
-    if of_lse:
-        total = total + torch.where(lse == -INF, 0.0, lse * problem.grad_lse.to(lse.dtype)).sum()
-    return total
-
-
-def check(
-    attention: Any,
-    problem: Problem,
-    mask: torch.Tensor | None = None,
-    score: Callable[..., torch.Tensor] | None = None,
-    learned: dict[str, torch.Tensor] | None = None,
-    of_out: bool = True,
-    of_lse: bool = False,
-    tolerance: float = 1e-4,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    **given: Any,
-) -> list[torch.Tensor]:
-    """Compare gradients of q, k, v, learned data and sinks; returns ours.
-
-    `score(scores, **learned)` is the score function, by hand."""
-    mine, exact = problem.leaves(), problem.leaves(torch.float64)
-    parameters = {**(learned or {}), **({} if sinks is None else {"sinks": sinks})}
-    own = {n: t.detach().clone().requires_grad_() for n, t in parameters.items()}
-    wide = {n: t.detach().double().requires_grad_() for n, t in parameters.items()}
-    out, lse = attention(*mine, return_lse=True, backend="interpret", scale=scale, **own, **given)
-    expected_sinks = wide.get("sinks")
-    data = {n: t for n, t in wide.items() if n != "sinks"}
-    by_hand = None if score is None else (lambda scores: score(scores, **data))
-    exact_out, exact_lse = dense(
-        *exact, mask=mask, score=by_hand, softcap=softcap, sinks=expected_sinks, scale=scale
-    )
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
-    ours = torch.autograd.grad(
-        loss(problem, out, lse, of_out, of_lse), [*mine, *own.values()], allow_unused=True
-    )
-    theirs = torch.autograd.grad(
-        loss(problem, exact_out, exact_lse, of_out, of_lse),
-        [*exact, *wide.values()],
-        allow_unused=True,
-    )
-    names = ["q", "k", "v", *own]
-    results = []
-    for name, leaf, actual, expected in zip(
-        names, [*mine, *own.values()], ours, theirs, strict=True
-    ):
-        actual = torch.zeros_like(leaf) if actual is None else actual
-        expected = torch.zeros_like(leaf).double() if expected is None else expected
-        assert actual.dtype == leaf.dtype
-        assert actual.shape == leaf.shape
-        atol = tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
-        torch.testing.assert_close(
-            actual.double(), expected, rtol=0, atol=atol, msg=lambda m, n=name: f"grad of {n}: {m}"
-        )
-        results.append(actual)
-    if mask is not None:
-        check_unseen(mask, *results[:3])
-    return results
-
-
-def check_unseen(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Rows without keys and keys that no query of their heads sees have exactly 0."""
-    seen = mask.expand(*q.shape[:3], k.shape[2])
-    if not seen.numel():
-        return
-    assert (q[~seen.any(-1)] == 0).all()
-    by_head = seen.any(-2).reshape(*k.shape[:2], -1, k.shape[2])
-    hidden = ~by_head.any(2)
-    assert (k[hidden] == 0).all()
-    assert (v[hidden] == 0).all()
-
 
 # Every fourth mask by default: the families' variants lie side by side.
 EVERY_MASK = [
@@ -174,14 +27,6 @@ def test_every_mask(case: Case) -> None:
     data = case.build(1, heads, 70, 70, generator)
     mask = case.expected(1, heads, 70, 70, data)
     check(fg.Attention(mask=case.bound(data)), Problem(heads=heads, kv_heads=heads), mask)
-
-
-def causal(q_len: int, kv_len: int, offset: int | None = None) -> torch.Tensor:
-    offset = kv_len - q_len if offset is None else offset
-    return torch.arange(kv_len) <= torch.arange(q_len).reshape(-1, 1) + offset
-
-
-CAUSAL = fg.Attention(mask=masks.causal)
 
 
 @pytest.mark.usefixtures("nan_filled_empty")
@@ -284,166 +129,6 @@ def test_softcap(cap: float) -> None:
           softcap=cap, scale=3.0, tolerance=5e-4)  # fmt: skip
 
 
-N = 70
-POSITIONS = torch.arange(N)
-BACK = (POSITIONS - POSITIONS.reshape(-1, 1)).float()
-
-
-@fg.attention(mask=masks.causal)
-def alibi(score, h, q_idx, kv_idx, slope: fg.Tensor):
-    return score + slope[h] * (kv_idx - q_idx)
-
-
-@fg.attention(mask=masks.causal)
-def biased(score, b, h, q_idx, kv_idx, bias: fg.Tensor):
-    return score + bias[b, h, q_idx, kv_idx]
-
-
-@fg.attention(mask=masks.causal)
-def by_head(score, h, bias: fg.Tensor):
-    return score * bias[h] + bias[h]
-
-
-@fg.attention(mask=masks.causal)
-def relative(score, q_idx, kv_idx, table: fg.Tensor):
-    return score + table[q_idx - kv_idx + 70]
-
-
-@fg.attention(mask=masks.causal)
-def clipped(score, q_idx, kv_idx, table: fg.Tensor):
-    return score + table[q_idx - kv_idx]
-
-
-@fg.attention(mask=masks.causal)
-def tempered(score, t: fg.Tensor):
-    return score * t
-
-
-@fg.attention(mask=masks.causal)
-def twice(score, q_idx, kv_idx, x: fg.Tensor):
-    return score + x[q_idx] * x[kv_idx]
-
-
-@fg.attention(mask=masks.causal)
-def gated(score, h, q_idx, kv_idx, gate: fg.Tensor, bias: fg.Tensor):
-    return score + fg.sigmoid(gate[h, q_idx]) * bias[kv_idx]
-
-
-@fg.attention(mask=masks.causal)
-def piecewise(score, h, q_idx, kv_idx, knee: fg.Tensor):
-    bent = fg.where(score > knee[h], score * 0.5, fg.minimum(score, 0.3))
-    return bent + fg.abs(score) * 0.1 + fg.maximum(score, knee[h])
-
-
-@fg.attention(mask=masks.causal)
-def by_bucket(score, q_idx, kv_idx, bucket: fg.Tensor, bias: fg.Tensor):
-    return score + bias[bucket[q_idx - kv_idx]]
-
-
-# The declaration, the shapes of what it learns, and the score function by hand.
-LEARNED: dict[str, tuple[Any, dict[str, tuple[int, ...]], Callable[..., torch.Tensor]]] = {
-    "alibi": (alibi, {"slope": (2,)}, lambda s, slope: s + slope.reshape(-1, 1, 1) * BACK),
-    "bias": (biased, {"bias": (2, 2, N, N)}, lambda s, bias: s + bias),
-    "bias of one batch element": (biased, {"bias": (1, 2, N, N)}, lambda s, bias: s + bias),
-    "bias by head": (
-        by_head, {"bias": (2,)}, lambda s, bias: (s + 1) * bias.reshape(-1, 1, 1),
-    ),
-    "relative": (
-        relative, {"table": (2 * N,)}, lambda s, table: s + table[N - BACK.long()],
-    ),
-    "clamped index": (
-        clipped, {"table": (9,)}, lambda s, table: s + table[(-BACK.long()).clamp(0, 8)],
-    ),
-    "temperature": (tempered, {"t": ()}, lambda s, t: s * t),
-    "twice": (twice, {"x": (N,)}, lambda s, x: s + x.reshape(-1, 1) * x),
-    "gated": (
-        gated, {"gate": (2, N), "bias": (N,)},
-        lambda s, gate, bias: s + torch.sigmoid(gate).unsqueeze(-1) * bias,
-    ),
-    "piecewise": (
-        piecewise, {"knee": (2,)},
-        lambda s, knee: torch.where(s > knee.reshape(-1, 1, 1), s * 0.5, s.clamp(max=0.3))
-        + s.abs() * 0.1 + torch.maximum(s, knee.reshape(-1, 1, 1)),
-    ),
-}  # fmt: skip
-
-
-# Sums in integers are the same code whatever is read: a few stand for the others.
-IN_ORDER = [
-    pytest.param(name, True, marks=[] if number % 4 == 0 else [pytest.mark.slow])
-    for number, name in enumerate(LEARNED)
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "deterministic"), [*((name, False) for name in LEARNED), *IN_ORDER]
-)
-def test_learned_data(name: str, deterministic: bool) -> None:
-    attention, shapes, score = LEARNED[name]
-    generator = torch.Generator().manual_seed(3)
-    learned = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
-    check(
-        attention, Problem(batch=2), causal(N, N), score, learned, of_lse=True,
-        deterministic=deterministic,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("offset", [-5, torch.tensor([3, -4])])
-def test_rows_before_the_first_position_share_a_bias(offset: Any) -> None:
-    """Their index is clamped to 0, so their gradients add up."""
-    attention = fg.Attention(score=biased.__wrapped__)
-    rows = torch.arange(N) + torch.as_tensor(offset).reshape(-1, 1)
-    rows = rows.expand(2, N).clamp(0, N - 1)
-
-    def score(s: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return s + torch.stack([bias[b][:, rows[b]] for b in range(2)])
-
-    check(attention, Problem(batch=2), None, score, {"bias": torch.randn(2, 2, N, N)},
-          q_offset=offset)  # fmt: skip
-
-
-def test_a_bias_is_stored_in_its_own_dtype() -> None:
-    """Where no two pairs read the same element, nothing is added up, and no fp32 copy is made."""
-    q, k, v = Problem(dtype=torch.float16).leaves()
-    bias = torch.randn(1, 2, N, N, dtype=torch.float16, requires_grad=True)
-    wide = bias.detach().float().requires_grad_()
-    grads = [
-        torch.autograd.grad(biased(q, k, v, bias=x, backend="interpret").sum(), x)[0]
-        for x in (bias, wide)
-    ]
-    assert torch.equal(grads[0], grads[1].half())
-    assert grads[0].dtype == torch.float16
-
-
-def test_learned_data_with_softcap_and_groups() -> None:
-    attention = fg.Attention(mask=masks.causal, score=alibi.__wrapped__, softcap=2.0)
-    check(attention, Problem(heads=4, kv_heads=2), causal(N, N),
-          lambda s, slope: s + slope.reshape(-1, 1, 1) * BACK,
-          {"slope": torch.tensor([0.3, 0.1, -0.2, 0.01])}, softcap=2.0)  # fmt: skip
-
-
-def test_learned_data_read_through_an_index_tensor() -> None:
-    bucket = torch.arange(N) // 9
-    check(by_bucket, Problem(), causal(N, N),
-          lambda s, bias: s + bias[bucket[(-BACK.long()).clamp(0)]],
-          {"bias": torch.randn(8)}, bucket=bucket)  # fmt: skip
-
-
-@pytest.mark.usefixtures("nan_filled_empty")
-@pytest.mark.parametrize("heads", [2, 4])
-def test_a_score_function_that_ignores_the_score(heads: int) -> None:
-    @fg.attention(mask=masks.causal)
-    def fixed(score, q_idx, kv_idx, bias: fg.Tensor):
-        return bias[q_idx, kv_idx]
-
-    q, k, _, _ = check(
-        fixed, Problem(heads=heads), causal(N, N), lambda s, bias: bias + 0 * s,
-        {"bias": torch.randn(N, N)},
-    )  # fmt: skip
-    assert (q == 0).all()
-    assert (k == 0).all()
-
-
 def test_only_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that nobody wants launches no kernel, and the others don't change."""
     from flashgen.launch.backward_run import Run
@@ -536,18 +221,6 @@ def test_an_infinity_that_is_seen_beside_a_nan_that_is_not() -> None:
     assert (expected[0, 0, 6:31, 7] == -INF).all()
 
 
-def test_poisoned_data_of_masked_pairs() -> None:
-    learned = {"bias": torch.randn(1, 2, N, N)}
-    clean = check(biased, Problem(), causal(N, N), lambda s, bias: s + bias, learned)
-    learned["bias"] = torch.where(causal(N, N), learned["bias"], torch.nan).requires_grad_()
-    mine = Problem().leaves()
-    out = biased(*mine, backend="interpret", **learned)
-    inputs = [*mine, learned["bias"]]
-    grads = torch.autograd.grad(out, inputs, Problem().grad_out)
-    for actual, expected in zip(grads, clean, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def test_strides() -> None:
     """Packed projections, transposed heads, expanded keys, a gradient that isn't contiguous."""
     problem = Problem(batch=2, heads=2, kv_heads=2)
@@ -575,32 +248,6 @@ def test_expanded_keys_and_gradients() -> None:
 def test_half_precision() -> None:
     problem = Problem(dtype=torch.float16)
     check(CAUSAL, problem, causal(70, 70), tolerance=5e-3)
-
-
-def test_gradcheck_of_a_score_function_and_sinks() -> None:
-    attention = fg.Attention(mask=masks.causal, score=twice.__wrapped__, softcap=3.0, sinks=True)
-    q, k, v = Problem(heads=2, kv_heads=1, q_len=3, kv_len=3, dim=2, v_dim=1).leaves(torch.float64)
-    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
-    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
-
-    def run(q: Any, k: Any, v: Any, x: Any, sinks: Any) -> Any:
-        return attention(
-            q, k, v, x=x, sinks=sinks, q_offset=0, return_lse=True, backend="interpret"
-        )
-
-    # The cpu backend's gradients, from the same expressions, are checked number by number.
-    assert torch.autograd.gradcheck(run, (q, k, v, x, sinks), atol=1e-4, fast_mode=True)
-
-
-def test_gradcheck_of_a_window_with_a_table() -> None:
-    attention = fg.Attention(mask=masks.sliding_window(window=3), score=clipped.__wrapped__)
-    inputs = Problem(heads=1, kv_heads=1, q_len=3, kv_len=5, dim=2, v_dim=1).leaves(torch.float64)
-    table = torch.randn(4, dtype=torch.float64, requires_grad=True)
-
-    def run(q: Any, k: Any, v: Any, table: Any) -> Any:
-        return attention(q, k, v, table=table, backend="interpret")
-
-    assert torch.autograd.gradcheck(run, (*inputs, table), atol=1e-4, fast_mode=True)
 
 
 def test_a_second_derivative_is_refused() -> None:
