@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +13,18 @@ from .calls import ready
 from .calls.first import compile_ahead
 from .calls.known import Known, KnownCalls, key_of
 from .calls.routes import is_planned, kept_key, route_of, tile_of
+from .calls.schedules import Schedules
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
 from .errors import FlashgenError
-from .records.tape import Tapes
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, make_schedule
-from .schedule.value import is_capturing
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
 from .trace.sources import Source, look
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
-
-# Schedules kept of masks that read no data: they depend on lengths and scalars only.
-_KEPT = 16
 
 
 class Attention:
@@ -75,9 +70,7 @@ class Attention:
             heads,
         )
         self._mask_program = _mask_alone(self._program)
-        self._kept: OrderedDict[Any, Schedule] = OrderedDict()
-        # Schedules that CUDA graphs read: they stay while the attention does.
-        self._pinned: dict[Any, Schedule] = {}
+        self._kept = Schedules()
         self._calls = KnownCalls()
         # Where functions found what they captured, and what was there.
         self._sources: tuple[Source, ...] = ()
@@ -203,7 +196,7 @@ class Attention:
         compile_ahead(known, call, route, tile, deterministic, invariant)
         made = schedule
         if schedule is None and is_planned(call, route.decodes):
-            made = self._planned(call, route.tile, "auto", route.kept_by, known.tapes)
+            made = self._kept.of(call, route.tile, "auto", route.kept_by, known.tapes)
         engine = None
         if route.decodes:
             out, lse = decode(call, made, invariant, route.backend, known.tapes)
@@ -291,7 +284,7 @@ class Attention:
             block = check_block_size(block_size, call.text)
         else:
             block = route_of(known, call, "auto", planned=True).tile
-        return self._planned(call, block, planner, kept_key(call, block, planner), known.tapes)
+        return self._kept.of(call, block, planner, kept_key(call, block, planner), known.tapes)
 
     def _known_to_plan(
         self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]
@@ -349,24 +342,6 @@ class Attention:
         given = {**arguments, **storage.given(), **data}
         text = CallText(self.name, {"q": q, "k": k, "v": v, **given})
         return check(self._program, text, q, k, v, storage=storage, data=data, **arguments)
-
-    def _planned(
-        self, call: Call, block: tuple[int, int], planner: Planner, key: Any, tapes: Tapes
-    ) -> Schedule:
-        """A schedule, or the one that is kept by this key."""
-        capturing = is_capturing(call.q.device)
-        if key is not None and key in self._kept:
-            self._kept.move_to_end(key)
-            if capturing:
-                self._pinned[key] = self._kept[key]
-            return self._kept[key]
-        made = make_schedule(call.bound, call.geometry, block, planner, call.text, tapes)
-        # What a CUDA graph makes has no contents before it is replayed.
-        if key is not None and not capturing:
-            self._kept[key] = made
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return made
 
     def __reduce__(self) -> Any:
         return _restore, (self._program,)

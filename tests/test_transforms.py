@@ -49,7 +49,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
 def test_nothing_outlives_a_transform_in_its_wrapper() -> None:
     attend, x = fg.Attention(masks.causal), torch.randn(B, H, S, D)
     torch.func.grad(lambda x: attend(x, x, x).sum())(x)
-    (kept,) = attend._kept.values()
+    (kept,) = attend._kept
     assert not torch._C._functorch.is_functorch_wrapped_tensor(kept.states)
     assert transforms.bare(kept.states) is kept.states
 
