@@ -371,6 +371,7 @@ class Machine:
             zeros_like=torch.zeros_like, where=_where, load=_load, store=_store, abs=torch.abs,
             atomic_add=_atomic_add, num_programs=lambda axis: torch.tensor(self.programs),
             float16=torch.float16, bfloat16=torch.bfloat16,
+            fma=lambda a, b, c: a * b + c,
             exp=torch.exp, exp2=torch.exp2, log2=torch.log2, convert_layout=lambda x, layout: x,
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),

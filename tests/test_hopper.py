@@ -203,13 +203,13 @@ def test_tiles_are_tall_where_rows_are_long_and_heads_narrow(hopper: None) -> No
 
 
 @fg.attention(mask=masks.causal)
-def alibi(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
-    return score + slope[h] * (kv_idx - q_idx)
+def biased(score: Any, h: Any, q_idx: Any, kv_idx: Any, table: fg.Tensor) -> Any:
+    return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
 
 
 def test_what_tall_tiles_serve() -> None:
-    """Not packed sequences, nor what is weighed apart from scores, which that of pages isn't."""
-    plain, data = fg.Attention(masks.causal), {"slope": torch.ones(4)}
+    """Not packed sequences, nor tiles that read one number, of which pages have none."""
+    plain, data = fg.Attention(masks.causal), {"table": torch.ones(4, 71)}
     ends = {f"cu_seqlens_{side}": torch.tensor([0, 100], dtype=torch.int32) for side in ("q", "kv")}
     table = {"page_table": torch.zeros(2, 2, dtype=torch.int32), "kv_lens": torch.tensor([9, 64])}
     pages, packed = torch.zeros(3, 32, 4, 64, dtype=BF16), X[0].transpose(0, 1)
@@ -219,6 +219,6 @@ def test_what_tall_tiles_serve() -> None:
         return launch_hopper.takes_tall_tiles(call.bound, call.geometry, (64, 64))
 
     assert serve(plain, X, X)
-    assert not serve(alibi, X, X, **data)
-    assert serve(alibi, X, pages, **data, **table)
+    assert not serve(biased, X, X, **data)
+    assert serve(biased, X, pages, **data, **table)
     assert not serve(plain, packed, packed, **ends)

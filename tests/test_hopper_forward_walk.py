@@ -366,20 +366,22 @@ def test_shapes_that_tuning_tries(
 
 @fg.attention(mask=masks.causal, sinks=True)
 def slanted(score, h, q_idx, kv_idx, slope: fg.Tensor):
-    return score + slope[h] * (kv_idx - q_idx)
+    return score + (slope[h] - 0.1) * (kv_idx - q_idx)
 
 
-def test_scores_that_rise_with_the_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = {"slope": torch.tensor([0.5, -0.1]), "sinks": torch.randn(2), "scale": 0.3}
-    check(monkeypatch, slanted, inputs(2, 2, 1, 200, 300, 64, 64), tile=(192, 128), **data)
+@pytest.mark.parametrize("tile", [(128, 128), (192, 128)], ids=str)
+def test_scores_that_rise_with_the_distance(
+    monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int]
+) -> None:
+    data = {"slope": torch.tensor([0.6, 0.0]), "sinks": torch.randn(2), "scale": 0.3}
+    check(monkeypatch, slanted, inputs(2, 2, 1, 200, 300, 64, 64), tile=tile, **data)
 
 
-def test_what_is_weighed_apart_wants_registers() -> None:
+def test_level_tiles_want_registers() -> None:
     q = torch.empty(1, 2, 1024, 64, dtype=torch.half)
-    for attend, rows in ((slanted, 128), (fg.Attention(masks.causal, sinks=True), 192)):
-        data = {"slope": torch.rand(2)} if attend is slanted else {}
-        call = attend._check_look(q, q, q, {"sinks": torch.rand(2), **data})
-        assert tile_of(call, "hopper") == (rows, 128)
+    slope, table = {"slope": torch.rand(2), "sinks": torch.rand(2)}, {"table": torch.rand(2, 71)}
+    for attend, rows, data in ((slanted, 192, slope), (biased, 128, table)):
+        assert tile_of(attend._check_look(q, q, q, data), "hopper") == (rows, 128)
 
 
 @fg.attention(mask=masks.causal)

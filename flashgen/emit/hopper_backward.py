@@ -18,6 +18,7 @@ from . import (
     header,
     lower_for,
     position_arguments,
+    slant_of,
     unaligned_pointers,
 )
 from .gradients import Wanted
@@ -95,6 +96,7 @@ def hopper_backward(
             score=math.score.text,
             sums=math.score.sums,
             level=math.score.level,
+            slant=math.score.slant,
             sums_read_q_idx=math.score.sums.reads("q_idx"),
             bends=bool(spec.softcap) or math.score.slope != "1.0",
             softcap=spec.softcap,
@@ -172,7 +174,10 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
     mask = _lower(masks, spec, variant, frozenset())
     keep = mask.results[0] if mask.results else ""
     keys, queries, tile = mask.statements
-    score = score_math(spec, wanted, lambda exprs: _lower(exprs, spec, variant, _assigned(mask)))
+    slant = _slant(spec, variant, wanted)
+    score = score_math(
+        spec, wanted, slant, lambda exprs: _lower(exprs, spec, variant, _assigned(mask))
+    )
     keys = (*keys, *score.key_lines)
     of_mask, of_score = Read(queries, (keep, *tile)), Read(score.query_lines, score.texts)
     mask_lines, score_lines, shipped = ship(spec, keys, of_mask, of_score)
@@ -182,6 +187,16 @@ def _math(spec: Spec, variant: Variant, wanted: Wanted) -> Math:
         needed(keys, read), mask_lines, score_lines, tile, keep,
         helpers | {term.how for term in score.sums.terms} & {"add_exactly"}, shipped, score,
     )  # fmt: skip
+
+
+def _slant(spec: Spec, variant: Variant, wanted: Wanted) -> Expr | None:
+    """What scores rise by for each position that a key is ahead, if it is fixed for a key block.
+
+    Sums of gradients of data read distances of pairs."""
+    slant = slant_of(spec)
+    if slant is None or wanted.data or keys_of(variant.head_dim, variant.v_head_dim) == 64:
+        return None
+    return None if "q_idx" in leaves(slant, "index") else slant
 
 
 def _assigned(found: Lowered) -> frozenset[str]:

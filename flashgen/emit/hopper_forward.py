@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..expr import Expr, leaves, walk
+from ..expr import Expr, leaves, make, walk
 from ..layout import tidy
 from ..lower import Lowered, isolate, with_distances
 from ..order import ordered, with_tables
@@ -36,7 +36,7 @@ from . import (
 from .flags import without_flags
 from .level import OF_TILES, Level, level_of, level_text
 from .mask_text import needed
-from .scores import unscaled
+from .scores import BY_SCALE, unscaled
 
 # How far keys are ahead of a row block's queries.
 _AHEAD = "ahead(first_key, columns, q_idx, FLOAT)"
@@ -225,10 +225,10 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
     slant, level = _apart(spec, variant, groups)
-    changed = scores_of(spec) if slant is None else [slant]
+    changed = scores_of(spec) if slant is None else [make("mul", slant, BY_SCALE)]
     exprs = [*changed, *([unscaled(level.added), level.test] if level else [])]
     score = lower_by_key(exprs, spec, variant, mask.assigned, ahead=_AHEAD)
-    rise = () if slant is None else (f"rise = {score.lowered.results[0]} * by_scale",)
+    rise = () if slant is None else (f"rise = {score.lowered.results[0]}",)
     pairs = [across(line, score.crossing) for line in score.lines[2]]
     texts = [across(text, score.crossing) for text in score.lowered.results]
     level_lines = level_text(pairs, *texts[1:]) if level else None
@@ -286,7 +286,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             groups=groups,
             q_pieces=pieces,
             held=all(piece.held for piece in pieces),
-            trusting=lasting or groups == 2 and bool(slant or level),
+            trusting=lasting or bool(slant or level),
             lasting=lasting,
             plain=spec.score is None,
             overlaps=overlaps,
@@ -298,18 +298,18 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
-def weighs_apart(spec: Spec, variant: Variant) -> bool:
-    """Whether two warpgroups weigh what the score function adds apart from scores."""
-    return any(part is not None for part in _apart(spec, variant, groups=2))
+def has_level_tiles(spec: Spec, variant: Variant) -> bool:
+    """Whether two warpgroups weigh apart from scores what is added to whole tiles."""
+    return _apart(spec, variant, groups=2)[1] is not None
 
 
 def _apart(spec: Spec, variant: Variant, groups: int) -> tuple[Expr | None, Level | None]:
     """What is added to scores, where that is by the distance alone, or the same in a whole tile;
-    three warpgroups, and wide heads, have no registers for that."""
+    three warpgroups have no registers for the latter, and wide heads for neither."""
     is_dense = not variant.packed and variant.keys == "dense"
-    if groups != 2 or not is_dense or max(variant.head_dim, variant.v_head_dim) > 128:
+    if groups == 1 or not is_dense or max(variant.head_dim, variant.v_head_dim) > 128:
         return None, None
-    return slant_of(spec), level_of(spec)
+    return slant_of(spec), level_of(spec) if groups == 2 else None
 
 
 def _overlaps(spec: Spec, mask: MaskMath, variant: Variant) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..differentiate import ZERO
-from ..expr import Expr, const, leaves
+from ..expr import Expr, const, leaves, make, scalar
 from ..lower import Lowered
 from ..spec import Spec
 from .gradients import Wanted, derivatives_of, place_of
@@ -20,7 +20,8 @@ class ScoreMath:
     """The score function and its derivative as statements: `first` for the changed score, `text`,
     `slopes` for its derivative by the score, `slope`.
 
-    `level`: what it is in tiles that read one number."""
+    `level`: what it is in tiles that read one number. `slant`: what scores rise by, in base 2, for
+    each position that a key is ahead of its query, where that is all."""
 
     key_lines: tuple[str, ...] = ()
     query_lines: tuple[str, ...] = ()
@@ -31,19 +32,26 @@ class ScoreMath:
     level: LevelText | None = None
     sums: Sums = field(default_factory=Sums)
     helpers: frozenset[str] = frozenset()
+    slant: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
         """All that reads what belongs to keys or to queries."""
         of_level = () if self.level is None else self.level.texts
         lines = (*self.first, *self.slopes, *of_level, *self.sums.texts)
-        return (*lines, self.text, self.slope)
+        return (*lines, self.text, self.slope, self.slant)
 
 
-def score_math(spec: Spec, wanted: Wanted, lowered: Callable[[list[Expr]], Lowered]) -> ScoreMath:
-    """`wanted`: gradients of data; `lowered`: writes expressions."""
+def score_math(
+    spec: Spec, wanted: Wanted, slant: Expr | None, lowered: Callable[[list[Expr]], Lowered]
+) -> ScoreMath:
+    """`wanted`: gradients of data; `slant`: all that the score function does, if it is that;
+    `lowered`: writes expressions."""
     if spec.score is None:
         return ScoreMath()
+    if slant is not None:
+        found = lowered([make("mul", slant, scalar("log2e", "float"))])
+        return ScoreMath(found.statements[0], helpers=found.helpers, slant=found.results[0])
     by_score, level = derivatives_of(spec).score, level_of_gradients(spec)
     reads = [read for read in derivatives_of(spec).loads if read[0].attr in wanted.data]
     first = [spec.score, const(1.0) if by_score == ZERO else by_score]

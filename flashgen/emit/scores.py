@@ -7,6 +7,9 @@ from ..lower import AHEAD, Lowered, with_distances
 from ..spec import Spec
 from .level import level_of
 
+# 1 / scale, in forward kernels.
+BY_SCALE = scalar("by_scale", "float")
+
 
 def reads_score(expr: Expr) -> bool:
     """Whether an expression reads the score that it changes."""
@@ -33,13 +36,12 @@ def scores_of(spec: Spec) -> list[Expr]:
 
 def unscaled(added: Expr) -> Expr:
     """What is added to scores, of scores that aren't scaled."""
-    by_scale = scalar("by_scale", "float")
     if not _has_fixed_factor(added):
-        return make("mul", added, by_scale)
+        return make("mul", added, BY_SCALE)
     first, second = added.args
     if not _is_fixed(first):
         first, second = second, first
-    return make("mul", make("mul", first, by_scale), second)
+    return make("mul", make("mul", first, BY_SCALE), second)
 
 
 def slant_of(spec: Spec) -> Expr | None:

@@ -76,11 +76,11 @@ def _odd_pages(size: int) -> str:
 def takes_tall_tiles(bound: Bound, geometry: Geometry, dims: tuple[int, int]) -> bool:
     """Whether tiles of three warpgroups serve calls of long rows.
 
-    Packed sequences are shorter than they seem, and tall tiles of theirs are cut more often; what
-    is weighed apart from scores wants registers that three don't have."""
+    Packed sequences are shorter than they seem, and tall tiles of theirs are cut more often; where
+    whole tiles read one number of data, that wants registers that three don't have."""
     if geometry.packing is not None:
         return False
-    return not emit_hopper.weighs_apart(bound.spec, launch.variant_of(bound, geometry, *dims))
+    return not emit_hopper.has_level_tiles(bound.spec, launch.variant_of(bound, geometry, *dims))
 
 
 @functools.cache

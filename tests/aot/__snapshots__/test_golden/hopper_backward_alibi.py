@@ -25,14 +25,6 @@ FLOAT = gl.constexpr(gl.float32)
 
 
 @gluon.jit
-def ahead(first, columns, rows, FLOAT: gl.constexpr):
-    """first + columns - rows as floats: a constant for each column is added to what a thread knows
-    of its own ones, of which 6 are the bits."""
-    own = columns & 6
-    return (first + own - rows).to(FLOAT) + (columns - own).to(FLOAT)
-
-
-@gluon.jit
 def place_of(item, blocks, heads, group, side):
     """Batch element, query head, head of the keys and key block of a piece of work.
 
@@ -186,6 +178,8 @@ def attend(
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
+    # Scores aren't scaled before they change.
+    log2e, scale_log2 = scale_log2, scale_log2 * scale
     k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
     v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
     # dQ of half of the dimensions is this warpgroup's, from all keys.
@@ -206,6 +200,7 @@ def attend(
         kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
         is_key = kv_idx < kv_len
         slope_value = gl.load(slope_ptr + h * slope_stride_0).to(FLOAT)
+        rise = slope_value * log2e
         if end > past:
             # Of a step before the first: nothing is read, and its dQ isn't added.
             hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
@@ -226,11 +221,11 @@ def attend(
             first_row = first_rows.index(first).load(QUERIES)[None, :]
             row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
 
-            q_idx = first_row + q_offset + rows
-            s *= scale
-            changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
-            p = gl.exp2(changed * scale_log2 - row_lse)
+            row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
+            lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
+            p = gl.exp2(s * scale_log2 - (row_lse - lift))
             if past < masked_end:
+                q_idx = first_row + q_offset + rows
                 p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
             # dK of the block before has left from where ds will be.
@@ -293,11 +288,11 @@ def attend(
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
                 row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
 
-                q_idx = first_row + q_offset + rows
-                s *= scale
-                changed = s + slope_value * (-ahead(first_row + q_offset, rows, kv_idx, FLOAT))
-                p = gl.exp2(changed * scale_log2 - row_lse)
+                row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
+                lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
+                p = gl.exp2(s * scale_log2 - (row_lse - lift))
                 if turn + 1 < masked_end:
+                    q_idx = first_row + q_offset + rows
                     p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
 
                 # The branch above keeps this wait from moving above the exponentials.
