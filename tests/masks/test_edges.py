@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import ancestors, depth_first, subtree_ends
+from mask_data import ancestors, depth_first, subtree_ends
 
 import flashgen as fg
 from flashgen import masks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import oracles
 import pytest
+import table_oracles
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -251,7 +251,7 @@ def test_block_diagonal_biases(name: str, layout: str, own: Any, means: Any) -> 
     mask = masks.from_xformers(bias(name, "AttentionBias", **attributes, **own))
     i, j = torch.arange(9), torch.arange(kv_len)
     data = {"q_seqlen": [3, 1, 5], **RAW[layout], **means}
-    expected = oracles.packed(None, None, i, j, data)
+    expected = table_oracles.packed(None, None, i, j, data)
     assert torch.equal(mask.dense(9, kv_len), expected)
 
 
