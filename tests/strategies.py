@@ -17,10 +17,10 @@ import hypothesis
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from trees import CALLS, Tree
 
 import flashgen as fg
 
-KINDS = {"bool": np.bool_, "int": np.int64, "float": np.float32}
 INDICES = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
 
 
@@ -40,104 +40,6 @@ def bounded(examples: int, shrink: bool = True) -> Callable[[Any], Any]:
     return lambda test: seed(settings(test))
 
 
-@dataclass(frozen=True)
-class Tree:
-    """An operation on trees; a leaf's `attr` says which index, scalar, constant or tensor."""
-
-    op: str
-    kind: str
-    args: tuple[Tree, ...] = ()
-    attr: Any = None
-
-    def __str__(self) -> str:
-        return self.source
-
-    @property
-    def source(self) -> str:
-        """Python that a mask's author could have written."""
-        args = [arg.source for arg in self.args]
-        if self.op == "leaf":
-            return repr(self.attr) if not isinstance(self.attr, str) else self.attr
-        if self.op == "load":
-            return f"{self.attr}[{', '.join(args)}]"
-        if self.op in OPERATORS and not self.op.isalpha():
-            return f"({args[0]} {self.op} {args[1]})"
-        if self.op in ("-x", "~x"):
-            return f"({self.op[0]}{args[0]})"
-        if self.op in ("int", "float"):
-            return f"{args[0]}.{self.op}()"
-        return f"{self.op}({', '.join(args)})"
-
-    def value(self, env: dict[str, np.ndarray]) -> np.ndarray:
-        """What NumPy makes of it. Integers are int64, floats float32; indices clamp."""
-        args = [arg.value(env) for arg in self.args]
-        with np.errstate(all="ignore"):
-            return self._value(args, env).astype(KINDS[self.kind])
-
-    def _value(self, args: list[np.ndarray], env: dict[str, np.ndarray]) -> np.ndarray:
-        if self.op == "leaf":
-            value = env[self.attr] if isinstance(self.attr, str) else np.asarray(self.attr)
-            return value.astype(KINDS[self.kind])
-        if self.op == "load":
-            table = env[self.attr]
-            places = [np.clip(i, 0, n - 1) for i, n in zip(args, table.shape, strict=True)]
-            return table[tuple(places)]
-        if self.op in COMPARISONS:
-            return COMPARISONS[self.op](*_alike(args))
-        if self.op == "where":
-            return np.where(args[0], *(a.astype(KINDS[self.kind]) for a in args[1:]))
-        if len(args) == 1:
-            return FUNCTIONS[self.op](args[0])
-        left, right = (a.astype(KINDS[self.kind]) for a in args)
-        if self.op in ("//", "%"):
-            quotient = OPERATORS[self.op](left, np.where(right == 0, 1, right))
-            return np.where(right == 0, 0, quotient)
-        return OPERATORS[self.op](left, right)
-
-
-def _alike(args: list[np.ndarray]) -> list[np.ndarray]:
-    """Operands of a comparison in one kind: a float beside an integer makes both float32."""
-    if any(a.dtype == np.float32 for a in args):
-        return [a.astype(np.float32) for a in args]
-    return [a.astype(np.int64) for a in args]
-
-
-COMPARISONS: dict[str, Callable[..., Any]] = {
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
-}
-OPERATORS: dict[str, Callable[..., Any]] = {
-    **COMPARISONS,
-    "+": np.add,
-    "-": np.subtract,
-    "*": np.multiply,
-    "/": np.divide,
-    "//": np.floor_divide,
-    "%": np.mod,
-    "&": np.bitwise_and,
-    "|": np.bitwise_or,
-    "^": np.bitwise_xor,
-    "<<": np.left_shift,
-    ">>": np.right_shift,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
-}
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "-x": np.negative,
-    "~x": np.invert,
-    "abs": np.abs,
-    "isnan": np.isnan,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "sqrt": np.sqrt,
-    "int": np.trunc,
-    "float": np.asarray,
-}
-CALLS = {name: getattr(fg, name) for name in ("minimum", "maximum", "where", "abs")}
 CALLS |= {name: getattr(fg, name) for name in ("isnan", "floor", "ceil", "sqrt")}
 
 
@@ -486,66 +388,3 @@ def problems(
 tile_sizes = st.sampled_from(
     [(16, 16), (16, 32), (32, 16), (48, 96), (96, 48), (64, 64), (128, 16)]
 )
-
-
-@dataclass(frozen=True)
-class Score:
-    """A score function: its source with `{}` for each tree, and its value from theirs."""
-
-    form: str
-    trees: tuple[Tree, ...]
-
-    @property
-    def source(self) -> str:
-        return self.form.format(*(tree.source for tree in self.trees))
-
-    def _repr_pretty_(self, printer: Any, _: bool) -> None:
-        printer.text(self.source)
-
-    def function(self, problem: Problem) -> Callable[..., Any]:
-        tree = Tree("leaf", "float", (), self.source)
-        return function_of(tree, problem.scalars, problem.tensors, "score")
-
-    def value(self, score: np.ndarray, problem: Problem) -> np.ndarray:
-        """The changed scores in float64."""
-        values = [evaluate(tree, problem) for tree in self.trees]
-        with np.errstate(all="ignore"):
-            return np.asarray(SCORES[self.form](score, *values))
-
-
-SCORES: dict[str, Callable[..., Any]] = {
-    "score": lambda s: s,
-    "score * 0.5 + {}": lambda s, f: s * 0.5 + f.astype(np.float64),
-    "score * {}": lambda s, f: s * f.astype(np.float64),
-    "tanh(score) * 4.0 - {}": lambda s, f: np.tanh(s) * 4 - f.astype(np.float64),
-    "where({}, score, -inf)": lambda s, keep: np.where(keep, s, -np.inf),
-    "where({}, {}, score)": lambda s, c, f: np.where(c, f.astype(np.float64), s),
-    "{}": lambda s, f: f.astype(np.float64) + np.zeros_like(s),
-}
-_WANTS = {"where({}, score, -inf)": ("bool",), "where({}, {}, score)": ("bool", "float")}
-
-
-def _moderate(value: Tree) -> Tree:
-    """A score that keeps softmax away from its limits."""
-    value = Tree("where", "float", (Tree("isnan", "bool", (value,)), leaf(0.5, "float"), value))
-    value = Tree("minimum", "float", (value, leaf(3.0, "float")))
-    return Tree("maximum", "float", (value, leaf(-3.0, "float")))
-
-
-@st.composite
-def scored_problems(
-    draw: Any, shape: st.SearchStrategy[Shape] | None = None, depth: int = 4, **limits: Any
-) -> tuple[Problem, Score]:
-    """A random mask and a random score function, which share their data."""
-    chosen = draw(shape if shape is not None else shapes(**limits))
-    grower = Grower(draw)
-    tree = grower.grow("bool", draw(st.integers(1, depth)))
-    used = set(grower.used)
-    form = draw(st.sampled_from(list(SCORES)))
-    kinds = _WANTS.get(form, ("float",) * form.count("{}"))
-    trees = [grower.grow(kind, draw(st.integers(0, 2))) for kind in kinds]
-    trees = [_moderate(t) if t.kind == "float" else t for t in trees]
-    tensors = {d.name: tensor_of(d, chosen, draw) for d in POOL if d.name in grower.used}
-    # Scalars of both functions are the call's, by name.
-    problem = Problem(tree, chosen, scalars_of(grower.used | used, draw), tensors)
-    return problem, Score(form, tuple(trees))

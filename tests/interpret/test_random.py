@@ -10,15 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import (
-    Problem,
-    Score,
-    Shape,
-    bounded,
-    scored_problems,
-    shapes,
-    tile_sizes,
-)
+from random_scores import Score, scored_problems
+from strategies import Problem, Shape, bounded, shapes, tile_sizes
 from triton.runtime.errors import InterpreterError
 
 import flashgen as fg
