@@ -22,7 +22,7 @@ from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, make_schedule
 from .spec import MLA, Mask, Program, as_mask
 from .spec.leaf import Leaf
-from .trace.sources import Source, look
+from .trace.reads import Reads
 
 __all__ = ["MLA", "Attention", "Schedule", "attention"]
 
@@ -72,9 +72,8 @@ class Attention:
         self._mask_program = _mask_alone(self._program)
         self._kept = Schedules()
         self._calls = KnownCalls()
-        # Where functions found what they captured, and what was there.
-        self._sources: tuple[Source, ...] = ()
-        self._captured: list[Any] = []
+        # What functions read besides their arguments, in calls that were checked.
+        self._read = Reads()
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
@@ -158,7 +157,7 @@ class Attention:
         if v is not None and ops.as_operators(q, k, v):
             return self._as_operators(autocast(q, k, v), schedule, asked, given, data)
         key = key_of(q, k, v, given, data)
-        self._forget_if_replaced()
+        self._forget_if_changed()
 
         def work() -> ready.Results:
             return self._attend(key, q, k, v, given, data, schedule, asked)
@@ -218,16 +217,18 @@ class Attention:
 
         def checked(**arguments: Any) -> Call:
             call = check(program, text, q, k, v, data=data, **more, **arguments)
-            self._sources = self._program.sources
-            self._captured = look(self._sources)
+            self._read = self._program.read
             return call
 
         return self._calls.checked(key, text, q, k, v, given, data, checked)
 
-    def _forget_if_replaced(self) -> None:
-        """Know no call where something else stands where a function found a tensor or a number."""
-        if self._sources and look(self._sources) != self._captured:
-            self._calls = KnownCalls()
+    def _forget_if_changed(self) -> None:
+        """Know no call where functions read something else than they did, and mean something else
+        by that."""
+        if not self._read.are_current():
+            if self._program.has_changed():
+                self._calls = KnownCalls()
+            self._read = self._program.read
 
     def _as_operators(
         self,
@@ -295,7 +296,7 @@ class Attention:
             v = k
         key = key_of(q, k, v, given, data)
         key = None if key is None else ("schedule", key)
-        self._forget_if_replaced()
+        self._forget_if_changed()
         scale = None if program.heads is None else 1.0
         return self._checked(program, key, q, k, v, given, data, scale=scale)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.trace.sources import sources_of
 
 B, H, S, D = 2, 2, 9, 4
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 DOC = torch.tensor([0] * 4 + [1] * 5)
-HELD: dict[str, Any] = {}
 
 
 class Warm(torch.nn.Module):
@@ -125,19 +122,3 @@ def test_calls_alike_are_known_while_nothing_is_replaced() -> None:
     known = module.attend._calls
     module(x)
     assert module.attend._calls is known
-
-
-def test_ways_to_a_tensor() -> None:
-    x, y = torch.ones(2), torch.ones(3)
-    HELD["deep"] = [y]
-
-    def inner() -> Any:
-        return x
-
-    def outer(other: Any) -> Any:
-        return inner(), HELD, other
-
-    ways = sources_of(functools.partial(outer, other=None), [x, y])
-    assert {id(way.now()) for way in ways} == {id(x), id(y)}
-    del HELD["deep"]
-    assert {id(way.now()) for way in ways} == {id(x), id(None)}

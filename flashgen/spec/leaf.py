@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from ..errors import FlashgenError, did_you_mean
 from ..trace import Function, Traced, trace
+from ..trace.reads import Reads
 from ..trace.signature import Parameter
-from ..trace.sources import Source
 
 
 @dataclass(frozen=True)
@@ -119,15 +119,37 @@ class Leaf:
     def traced(self, types: Mapping[str, Any], names: Mapping[str, str]) -> Traced:
         key = (tuple(sorted(types.items())), tuple(sorted(names.items())))
         found = self._traces.get(key)
-        if found is None or not found.is_current():
-            found = trace(self.function, types, wants=self.wants, names=names)
-            self._traces[key] = found
+        if found is None or not found.read.are_current():
+            found = self._run(key, found)
         return found
 
+    def _run(self, key: Any, before: Traced | None) -> Traced:
+        """Trace for types and names, and keep that: the trace `before`, if it is as good."""
+        types, names = map(dict, key)
+        found = trace(self.function, types, wants=self.wants, names=names)
+        if before is not None and before.agrees(found):
+            found = replace(before, read=found.read)
+        self._traces[key] = found
+        return found
+
+    def has_changed(self) -> bool:
+        """Whether the function would mean something else than when it was traced. It is traced
+        again where it read something that may have changed."""
+        changed = False
+        for key, found in [*self._traces.items()]:
+            if not found.read.are_current():
+                try:
+                    changed |= not found.agrees(self._run(key, found))
+                except FlashgenError:
+                    # Raised for the call, if it is of these types.
+                    self._traces.pop(key, None)
+                    changed = True
+        return changed
+
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """Where its traces found tensors and numbers."""
-        return tuple(x for traced in [*self._traces.values()] for x in traced.sources)
+    def read(self) -> Reads:
+        """What its traces read besides their arguments."""
+        return Reads.joined(traced.read for traced in [*self._traces.values()])
 
     @functools.cached_property
     def _checked(self) -> dict[str, bool]:

@@ -15,7 +15,7 @@ import torch
 from ..errors import FlashgenError
 from ..expr import Expr, extent, leaves, make, substitute, walk
 from ..trace import TensorType
-from ..trace.sources import Source
+from ..trace.reads import Reads
 from .heads import MLA
 from .leaf import Argument, Leaf, unknown_name
 from .mask import Mask, check_arguments
@@ -76,9 +76,14 @@ class Program:
         return next((x.function.name for x in self.leaves if x.function.style == "flex"), None)
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """Where its functions found the tensors and numbers that they captured."""
-        return tuple(source for leaf in self.leaves for source in leaf.sources)
+    def read(self) -> Reads:
+        """What its functions read besides their arguments, when they were traced."""
+        return Reads.joined(leaf.read for leaf in self.leaves)
+
+    def has_changed(self) -> bool:
+        """Whether a function would mean something else than when it was traced."""
+        changed = [leaf.has_changed() for leaf in self.leaves]
+        return any(changed)
 
     def bind(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import FlashgenError, SourceLine
 from ..expr import Expr, Kind, const, index, load, scalar, score
+from .follow import find_reads
+from .reads import Reads
 from .signature import Function, Parameter
-from .sources import Source, look, sources_of
 from .symbol import ScalarSymbol, Symbol, TensorSymbol, number
+from .watch import Watch, flat
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,19 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Traced:
-    """The expression, and the tensors that the function captured, by the names they got; where it
-    found them and numbers, and what was `seen` there."""
+    """The expression, and the tensors that the function captured, by the names they got; and all
+    that it `read` besides its arguments."""
 
     expr: Expr
     captured: Mapping[str, torch.Tensor]
-    sources: tuple[Source, ...] = ()
-    seen: Sequence[Any] = ()
+    read: Reads
 
-    def is_current(self) -> bool:
-        """Whether the function would find the same again."""
-        return look(self.sources) == self.seen
+    def agrees(self, other: Traced) -> bool:
+        """Whether both mean the same, and read the same tensors."""
+        mine, theirs = self.captured, other.captured
+        if self.expr != other.expr or mine.keys() != theirs.keys():
+            return False
+        return all(tensor is theirs[name] for name, tensor in mine.items())
 
 
 class Recorder:
@@ -63,6 +67,7 @@ class Recorder:
     def __init__(self, function: Function) -> None:
         self._names = _names_of_tensors(function.function)
         self.captured: dict[str, torch.Tensor] = {}
+        self.watch = Watch()
 
     def lift(self, value: Any) -> Expr:
         if isinstance(value, Symbol):
@@ -106,8 +111,9 @@ def cast_kind(name: str) -> Kind:
     return kinds[name]
 
 
-class _CapturesIndexing(TorchFunctionMode):
-    """`tensor[symbol]` on a plain tensor reaches us only through a mode."""
+class _SeesTensors(TorchFunctionMode):
+    """`tensor[symbol]` on a plain tensor reaches us only through a mode, and what is computed from
+    tensors themselves."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -118,7 +124,12 @@ class _CapturesIndexing(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__getitem__ and _has_symbol(args[1]):
             return self.recorder.captured_tensor(args[0])[args[1]]
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        given = flat((*args, *(kwargs or {}).values()))
+        if not any(isinstance(x, Symbol) for x in given):
+            tensors = [x for x in given if isinstance(x, torch.Tensor)]
+            self.recorder.watch.computed(func, tensors, result)
+        return result
 
 
 def _has_symbol(position: Any) -> bool:
@@ -146,12 +157,11 @@ def trace(
         for p in function.parameters
         if p.role != "default"
     }
-    with _CapturesIndexing(recorder):
-        result = _run(function, arguments)
+    with _SeesTensors(recorder):
+        result = recorder.watch.run(lambda: _run(function, arguments))
     expr = _result(function, recorder, result, wants)
     captured = recorder.captured
-    sources = sources_of(function.function, captured.values())
-    return Traced(expr, captured, sources, look(sources))
+    return Traced(expr, captured, find_reads(function.function, recorder.watch, captured.values()))
 
 
 def _run(function: Function, arguments: dict[str, Any]) -> Any:
