@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..errors import FlashgenError
 from ..records import direct, tape
 from ..records.play import on_device
 from ..tiling import Tiling
+from .interpreted import interpreted
 
 
 def launch(
@@ -44,7 +45,8 @@ def launch(
         ahead.wait(kernel)
         found = None if direct.is_watched() else binaries.find(asked)
         if found is None or not _run(found, asked, arguments, len(constants), programs):
-            _compile_and_run(kernel, names, arguments, {**constants, **options}, programs, asked)
+            given = {**constants, **options}
+            _compile_and_run(kernel, names, arguments, given, programs, asked, device)
     if config.debug and device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -79,8 +81,11 @@ def _compile_and_run(
     constants: Mapping[str, Any],
     programs: int,
     asked: binaries.Wanted | None,
+    device: torch.device,
 ) -> None:
-    again = functools.partial(kernel[(programs,)], **constants)
+    again: Callable[..., Any] = functools.partial(kernel[(programs,)], **constants)
+    if device.type == "cpu":
+        again = interpreted(kernel, again)
     recorder = tape.recorder()
     with nullcontext() if recorder is None else recorder.launching():
         compiled = again(*arguments)

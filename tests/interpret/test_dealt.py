@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
 from typing import Any
 
 import dense
+import numpy as np
 import pytest
 import stored
 import torch
@@ -160,3 +162,29 @@ def test_masks_that_differ_between_sequences_are_dealt():
     right = dense.attention(q, k, v, allowed[:, None])
     for got, wanted in zip(run(attend, q, (k, v), doc=doc), right, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5)
+
+
+def by_sequence(score, b):
+    """Numbers and truth of `b`, which is a loop's variable where tiles are dealt."""
+    return fg.where(~(b == 1), score * (b + 2) / 3, score - fg.exp(-b))
+
+
+def test_scores_by_the_number_of_a_sequence():
+    doc = torch.randint(0, 3, (3, 40), dtype=torch.int32)
+    q, k = torch.randn(3, 1, 2, 16), torch.randn(3, 1, 40, 16)
+    attend = fg.Attention(masks.document, by_sequence)
+    found = attend(q, k, k, doc=doc, backend="interpret")
+    allowed = doc[:, None, 38:, None] == doc[:, None, None, :]
+    b = np.arange(3.0)[:, None, None, None]
+    right, _ = dense.attention(
+        *(q, k, k, allowed), score=lambda s: np.where(b != 1, s * (b + 2) / 3, s - np.exp(-b))
+    )
+    torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-5)
+
+
+def test_calls_of_several_threads():
+    """Triton's interpreter patches its language for all threads."""
+    attend, q = fg.Attention(masks.causal), torch.randn(6, 1, 1, 24, 16)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda x: attend(x, x, x, backend="interpret"), q))
+    torch.testing.assert_close(found, [attend(x, x, x) for x in q])
