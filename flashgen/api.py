@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import backends, ops
-from .call import Call, CallText, autocast, check
+from .call import Call, autocast, check
 from .calls import ready
 from .calls.first import compile_ahead
 from .calls.known import Known, KnownCalls, key_of
@@ -17,10 +17,12 @@ from .calls.schedules import Schedules
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
-from .errors import FlashgenError
+from .errors import CallText, FlashgenError, show
+from .graphs import outside_graphs
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, make_schedule
 from .spec import MLA, Mask, Program, as_mask
+from .spec.heads import check_heads
 from .spec.leaf import Leaf
 from .trace.reads import Reads
 
@@ -40,6 +42,7 @@ class Attention:
     Immutable; pickles, deep-copies and sits in an `nn.Module`.
     Raises FlashgenError for a declaration that makes no sense."""
 
+    @outside_graphs("fg.Attention is made before the compiled function, and called in it")
     def __init__(
         self,
         mask: Mask | Callable[..., Any] | None = None,
@@ -52,16 +55,11 @@ class Attention:
             isinstance(softcap, (int, float)) and 0 < softcap < float("inf")
         ):
             raise FlashgenError(
-                f"softcap is {softcap!r}",
-                call=f"fg.Attention(softcap={softcap!r})",
+                f"softcap is {show(softcap)}",
+                call=f"fg.Attention(softcap={show(softcap)})",
                 write="a positive number, or None for no cap",
             )
-        if heads is not None and not isinstance(heads, MLA):
-            raise FlashgenError(
-                f"heads is {heads!r}",
-                call=f"fg.Attention(heads={heads!r})",
-                write="fg.MLA(rank=512, rope=64), or nothing: other head counts are in the shapes",
-            )
+        check_heads(heads)
         self._program = Program(
             None if mask is None else as_mask(mask),
             None if score is None else Leaf.of(score, "score"),
@@ -156,6 +154,9 @@ class Attention:
         asked = (backend, bool(deterministic), bool(batch_invariant), bool(return_lse))
         if v is not None and ops.as_operators(q, k, v):
             return self._as_operators(autocast(q, k, v), schedule, asked, given, data)
+        if v is None and torch.compiler.is_dynamo_compiling():
+            how = dict(zip(ready.ASKED, asked, strict=True))
+            return self._between_graphs(q, k, schedule=schedule, **how, **given, **data)
         key = key_of(q, k, v, given, data)
         self._forget_if_changed()
 
@@ -168,6 +169,10 @@ class Attention:
         else:
             out, lse = ready.run(known, asked, (q, k, v), given, data, schedule, work)
         return (out, lse) if return_lse else out
+
+    @outside_graphs("attention with latent heads, whose call has no v, is no operator of a graph")
+    def _between_graphs(self, *tensors: torch.Tensor, **arguments: Any) -> Any:
+        return self(*tensors, **arguments)
 
     def _attend(
         self,
@@ -252,6 +257,10 @@ class Attention:
         )
         return (out, lse) if return_lse else out
 
+    @outside_graphs(
+        "a schedule isn't a graph's value; layers that need the same one share it in the graph "
+        "without being given any, or it is made before and given to the compiled function"
+    )
     def schedule(
         self,
         q: torch.Tensor,
@@ -271,9 +280,11 @@ class Attention:
         out; `kv_lens`, packed and paged tensors are given like to the call.
         Raises FlashgenError like the call."""
         if torch.compiler.is_compiling():
-            from .ops import graph
-
-            graph.refuse_schedule(self._program.label)
+            raise FlashgenError(
+                "a schedule is asked for inside torch.export, and it isn't a graph's value",
+                call=CallText(f"{self.name}.schedule", {"q": q, "k": k, "v": v}),
+                write="no schedule: layers that need the same one share it in the graph",
+            )
         program = self._mask_program
         if program is not self._program:
             wanted = {a.name for a in program.params}
@@ -300,6 +311,7 @@ class Attention:
         scale = None if program.heads is None else 1.0
         return self._checked(program, key, q, k, v, given, data, scale=scale)
 
+    @outside_graphs("the source of a call isn't a graph's value")
     def source(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
     ) -> str:
@@ -312,6 +324,7 @@ class Attention:
         kernel = choose_kernel(call, "portable", asked=backend, invariant=invariant)
         return source(call, backends.choose_for(backend, call), kernel)
 
+    @outside_graphs("the explanation of a call isn't a graph's value")
     def explain(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None, **arguments: Any
     ) -> str:

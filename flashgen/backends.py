@@ -10,7 +10,7 @@ import torch
 
 from . import launch
 from .call import Call
-from .errors import FlashgenError
+from .errors import FlashgenError, show
 from .geometry import Geometry
 from .launch import hopper_forward as launch_hopper
 from .launch import hopper_latent as launch_hopper_latent
@@ -50,7 +50,7 @@ def choose(
     dropped; where the tensors lie, and whether heads are latent: Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
-            f"there is no backend {backend!r}", call=call, write=f"one of {', '.join(NAMES)}"
+            f"there is no backend {show(backend)}", call=call, write=f"one of {', '.join(NAMES)}"
         )
     if backend == "auto" and device.type == "cpu":
         return Choice("cpu", "the tensors are on the CPU")

@@ -21,7 +21,7 @@ from .check_storage import (
 )
 from .config import config
 from .dropout import Dropout, check_dropout
-from .errors import FlashgenError, format_call
+from .errors import CallText, FlashgenError
 from .geometry import MAX_POSITION, Geometry, check_offset
 from .spec import MLA, Bound
 from .spec.data import fit_data
@@ -29,16 +29,6 @@ from .storage import Pages
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class CallText:
-    """The call as the user made it; written only when an error asks for it."""
-
-    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
-        self._name, self._arguments = name, arguments
-
-    def __str__(self) -> str:
-        return format_call(self._name, **self._arguments)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .config import config
-from .errors import FlashgenError
+from .errors import FlashgenError, show
 from .geometry import MAX_POSITION
 from .storage import Packing, Pages
 
@@ -91,7 +91,7 @@ def check_mix(text: object, storage: Storage) -> None:
         (s.page_layout is not None and not s.is_paged,
          "page_layout is given, and page_table isn't", "page_table [B, P] with kv_lens [B]"),
         (s.page_layout is not None and s.page_layout not in layouts,
-         f"there is no page_layout {s.page_layout!r}",
+         f"there is no page_layout {show(s.page_layout)}",
          '"NHD" (pages [n, page size, Hkv, D]) or "HND" (pages [n, Hkv, page size, D])'),
     ]  # fmt: skip
     for is_wrong, problem, write in rules:
@@ -151,7 +151,7 @@ def check_size(text: object, name: str, given: Any) -> int | None:
         given = given.item()
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
         return given
-    what = f"a tensor on {given.device}" if isinstance(given, torch.Tensor) else repr(given)
+    what = f"a tensor on {given.device}" if isinstance(given, torch.Tensor) else show(given)
     raise FlashgenError(f"{name} is {what}", call=text, write=f"a Python int, or no {name} at all")
 
 

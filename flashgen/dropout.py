@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import FlashgenError
+from .errors import FlashgenError, show
 
 _LOW = 0xFFFFFFFF
 # Keys that share one draw: Philox gives four numbers.
@@ -50,7 +50,7 @@ def check_dropout(p: Any, seed: Any, call: object) -> Dropout | None:
     """What a call asks for; None where nothing is dropped. Raises FlashgenError."""
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise FlashgenError(
-            f"dropout_p is {p!r}", call=call, write="a probability: a Python number from 0 to 1"
+            f"dropout_p is {show(p)}", call=call, write="a probability: a Python number from 0 to 1"
         )
     if p == 0:
         return None
@@ -63,7 +63,7 @@ def check_dropout(p: Any, seed: Any, call: object) -> Dropout | None:
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise FlashgenError(
-            f"the seed is {seed!r}", call=call, write="seed=1234, a Python int of 64 bits"
+            f"the seed is {show(seed)}", call=call, write="seed=1234, a Python int of 64 bits"
         )
     return Dropout(float(p), seed)
 

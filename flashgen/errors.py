@@ -18,7 +18,7 @@ import functools
 import inspect
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -86,10 +86,20 @@ class FlashgenError(ValueError):
 
 
 def format_call(name: str, /, *args: Any, **kwargs: Any) -> str:
-    """`attend(q=[2, 8, 128, 64] bf16, scale=0.125)`; arguments that are None are left out."""
-    shown = [_show(value) for value in args]
-    shown += [f"{key}={_show(value)}" for key, value in kwargs.items() if value is not None]
+    """`attend(q=[2, 8, 128, 64] bf16, scale=0.125)`; arguments of no effect are left out."""
+    shown = [show(value) for value in args]
+    shown += [f"{key}={show(value)}" for key, value in kwargs.items() if not _is_idle(key, value)]
     return f"{name}({', '.join(shown)})"
+
+
+class CallText:
+    """The call as the user made it; written only when an error asks for it."""
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], given: Sequence[Any] = ()) -> None:
+        self._name, self._arguments, self._given = name, arguments, given
+
+    def __str__(self) -> str:
+        return format_call(self._name, *self._given, **self._arguments)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -101,13 +111,37 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"There are: {', '.join(f'`{known}`' for known in names)}." if names else ""
 
 
-def _show(value: Any) -> str:
-    """Tensors by shape and dtype (told apart by their attributes: torch may not be loaded)."""
+def show(value: Any) -> str:
+    """A value in a line of text: tensors, also in lists, by shape and dtype, never by elements.
+
+    They are told apart by their attributes: torch may not be loaded."""
+    if type(value) in (list, tuple):
+        text = ", ".join(map(show, value[:_MOST_SHOWN]))
+        text += ", ..." if len(value) > _MOST_SHOWN else ""
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{list(value.shape)} {_SHORT_DTYPES.get(dtype, dtype)}"
+        dtype = str(value.dtype).rpartition(".")[2]
+        return f"{_shape_of(value)} {_SHORT_DTYPES.get(dtype, dtype)}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Elements of a list.
+_MOST_SHOWN = 8
+
+
+def _shape_of(value: Any) -> str:
+    try:
+        return str(list(value.shape))
+    except RuntimeError:
+        # A nested tensor has none.
+        return f"{value.ndim} nested dimensions,"
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    if name == "batch_invariant":
+        return value is False
+    return value is None or (name == "dropout_p" and type(value) is float and value == 0.0)
 
 
 def _at(frame: FrameType, number: int) -> SourceLine:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import FlashgenError, format_call
+from .errors import CallText, FlashgenError
+from .graphs import outside_graphs
 
 if TYPE_CHECKING:
     from .api import Attention
@@ -58,25 +59,29 @@ def _common(outs: Sequence[torch.Tensor]) -> torch.dtype:
 
 def _checked(states: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs and LSEs. Raises FlashgenError."""
-    call = format_call("fg.merge", *states)
     if len(states) == 2 and all(isinstance(x, (list, tuple)) for x in states):
         outs, lses = list(states[0]), list(states[1])
     else:
         outs, lses = list(states[::2]), list(states[1::2])
     if not outs or len(outs) != len(lses):
         problem = f"there are {len(outs)} outputs and {len(lses)} LSEs"
-        raise FlashgenError(problem, call=call, write=_WRITE)
+        raise _refuse(states, problem)
     if not all(isinstance(x, torch.Tensor) for x in (*outs, *lses)):
-        raise FlashgenError("a state is a pair of tensors", call=call, write=_WRITE)
+        raise _refuse(states, "a state is a pair of tensors")
     shape = outs[0].shape
     lines = (shape[1], shape[0]) if outs[0].ndim == 3 else shape[:-1]
     if outs[0].ndim not in (3, 4) or any(x.shape != shape for x in outs):
         problem = f"the outputs' shapes are {', '.join(str(list(x.shape)) for x in outs)}"
-        raise FlashgenError(problem, call=call, write=_WRITE)
+        raise _refuse(states, problem)
     if any(x.shape != torch.Size(lines) for x in lses):
         problem = f"the LSEs' shapes are {', '.join(str(list(x.shape)) for x in lses)}"
-        raise FlashgenError(problem, call=call, write=_WRITE)
+        raise _refuse(states, problem)
     return outs, lses
+
+
+@outside_graphs("fg.merge is given states that don't fit together, and says why outside a graph")
+def _refuse(states: Sequence[Any], problem: str) -> FlashgenError:
+    return FlashgenError(problem, call=CallText("fg.merge", {}, states), write=_WRITE)
 
 
 def shared_prefix_attention(
@@ -107,7 +112,7 @@ def shared_prefix_attention(
     Raises FlashgenError like it."""
     program = attend._program
     shown = {"q": q, "prefix_k": prefix_k, "prefix_v": prefix_v, "k": k, "v": v, **arguments}
-    call = format_call("fg.shared_prefix_attention", **shown)
+    call = CallText("fg.shared_prefix_attention", shown)
     if program.score is not None:
         raise FlashgenError(
             f"{attend.name} changes scores by position, and the prefix has none of its own here",

@@ -59,7 +59,7 @@ def from_dense(matrix: torch.Tensor) -> Any:
         raise fg.FlashgenError(
             f"the matrix is a {type(matrix).__name__}",
             call="from_dense(...)",
-            write="Write torch.as_tensor(matrix).",
+            write="torch.as_tensor(matrix)",
         )
     call = f"from_dense({list(matrix.shape)} {matrix.dtype})"
     if matrix.dtype != torch.bool:

@@ -14,8 +14,7 @@ from flashgen import api, bench, masks
 from flashgen.bench import cpu, decode, gpu, mask_functions, planning, table
 from flashgen.bench.measure import Times, check_equal
 from flashgen.bench.picture import picture
-from flashgen.call import CallText
-from flashgen.errors import FlashgenError
+from flashgen.errors import CallText, FlashgenError
 from flashgen.expr import walk
 from flashgen.spec import Mask
 

@@ -230,6 +230,28 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(*longer), module(*longer))
 
 
+class Plain(torch.nn.Module):
+    """A mask without data, and a parameter that a score function captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(H))
+        self.attend = fg.Attention(masks.causal, self.weighted)
+
+    def weighted(self, score: Any, h: Any) -> Any:
+        return score * self.weight[h]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attend(x, x, x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_what_is_looked_at_on_the_host(strict: bool) -> None:
+    module, x = Plain(), torch.randn(B, H, 24, D)
+    program = torch.export.export(module, (x,), strict=strict)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
 def test_packed_sequences_and_dropout() -> None:
     attend = fg.Attention(mask=masks.causal)
     cu = torch.tensor([0, 10, 30], dtype=torch.int32)

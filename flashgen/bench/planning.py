@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from .. import api
-from ..call import CallText
-from ..errors import FlashgenError
+from ..errors import CallText, FlashgenError
 from ..schedule import Schedule
 from ..spec import Mask
 from .mask_functions import mask_function

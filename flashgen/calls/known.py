@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ..call import Call, CallText, geometry_of
+from ..call import Call, geometry_of
 from ..check_storage import Storage, views
 from ..config import config
+from ..errors import CallText
 from ..records.tape import Tapes, layout_of
 from ..schedule import Schedule
 from ..spec import Bound

@@ -23,8 +23,9 @@ from .known import Known
 from .routes import Route
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
-# What a call asks for: its backend, `deterministic`, `batch_invariant` and `return_lse`.
+# What a call asks for beside its data.
 Asked = tuple[str, bool, bool, bool]
+ASKED = ("backend", "deterministic", "batch_invariant", "return_lse")
 _UNKNOWN = object()
 
 

@@ -5,16 +5,22 @@ label, and takes their results for constants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import FlashgenError
 from ..geometry import Geometry
+from ..graphs import outside_graphs
 from ..schedule.make import has_long_rows
 from ..spec import Bound, Program
+from . import refused
 from .form import Form, register
+from .refused import Refused
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -23,6 +29,17 @@ def _constant(function: _F) -> _F:
     """Dynamo runs the function and takes its result for a constant."""
     made: _F = torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
     return made
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    """With true tensors and numbers, whatever traces the call: export without Dynamo runs all of
+    this under its modes, where a tensor has no value."""
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 _CPU = torch.device("cpu")
@@ -42,18 +59,10 @@ def names_of(label: str) -> tuple[str, ...]:
     return tuple(a.name for a in Program.called(label).params)
 
 
-@_constant
-def refuse_schedule(label: str) -> None:
-    """`Attention.schedule` inside a graph. Raises FlashgenError."""
-    raise FlashgenError(
-        "a schedule is asked for inside torch.compile, and it isn't a graph's value",
-        call=f"{Program.called(label).name}.schedule",
-        write="no schedule: layers that need the same one share it in the graph; or one that is "
-        "made outside, and given to the compiled function",
-    )
-
-
-@_constant
+@outside_graphs(
+    "in a graph attention is an operator, for which torch.func's transforms have no rule; "
+    "torch.autograd.grad is compiled"
+)
 def refuse_transforms(label: str) -> None:
     """A function transform around operators. Raises FlashgenError."""
     raise FlashgenError(
@@ -65,7 +74,44 @@ def refuse_transforms(label: str) -> None:
 
 
 @_constant
+@_outside_modes()
 def declare(
+    label: str, names: tuple[Any, ...], how: tuple[Any, ...], late: bool, *shape: Any
+) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]:
+    """Trace the declaration for data of these kinds, and register what operators must know.
+
+    `names` are `graph.Sorted.names`; `how`: backend, deterministic, tile (None: chosen here), what
+    a given schedule was made for, and how many lists of runs are made; `shape`: what
+    `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
+    the tensors that the declaration holds itself, and the tile.
+    Raises FlashgenError for data that don't fit the declaration; `late`: the operator does, when
+    it runs, and there is no tile."""
+    try:
+        return _declared(label, names, how, *shape)
+    except FlashgenError as error:
+        if not late:
+            raise
+        return _refuse(Program.called(label).name, names, error)
+
+
+def _refuse(
+    name: str, names: tuple[Any, ...], error: FlashgenError
+) -> tuple[str, tuple[str, ...], tuple[()], None]:
+    tensors, ints, static, kinds = names
+    data: dict[str, list[str]] = {kind: [] for kind in ("tensor", "float", "int", "static")}
+    for own, kind, *_ in kinds:
+        data[kind].append(own)
+    fixed = tuple((own, rest[0]) for own, kind, *rest in kinds if kind == "static")
+    given = tuple(data["tensor"])
+    found = Refused(
+        *(error.problem, error.line, error.write, name, (*static, *fixed)),
+        tensors=(*tensors, *given, *data["float"]),
+        ints=(*ints, *data["int"]),
+    )
+    return refused.keep(found), given, (), None
+
+
+def _declared(
     label: str,
     names: tuple[Any, ...],
     how: tuple[Any, ...],
@@ -75,13 +121,6 @@ def declare(
     head_dim: int,
     v_head_dim: int,
 ) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int]]:
-    """Trace the declaration for data of these kinds, and register what operators must know.
-
-    `names` are `graph.Sorted.names`; `how`: backend, deterministic, tile (None: chosen here), what
-    a given schedule was made for, and how many lists of runs are made. Returns the form's digest,
-    the names of the data that the call gives, the tensors that the declaration holds itself, and
-    the tile.
-    Raises FlashgenError for data that don't fit the declaration."""
     program = Program.called(label)
     tensors, ints, static, kinds = names
     backend, deterministic, block, made_for, lists = how

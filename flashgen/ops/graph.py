@@ -16,9 +16,7 @@ from .. import transforms
 from ..schedule import Schedule
 from ..spec import Program
 from . import library  # noqa: F401  (registers the operators)
-from .declare import constants_of, declare, names_of, refuse_schedule, refuse_transforms
-
-__all__ = ["attend", "refuse_schedule"]
+from .declare import constants_of, declare, names_of, refuse_transforms
 
 Lists = tuple[list[torch.Tensor], list[int]]
 
@@ -78,8 +76,11 @@ def attend(
     else:
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
-    digest, given, kept, _ = declare(program.label, call.names, how, *_shape_of(q, k, v))
+    shape = _shape_of(q, k, v)
+    digest, given, kept, tile = declare(program.label, call.names, how, _is_late(), *shape)
     tensors, ints = call.lists(given, kept)
+    if tile is None:
+        tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
     return out, lse
 
@@ -93,7 +94,7 @@ def plan(
     data: Mapping[str, Any],
     backend: str,
     lists: int,
-) -> tuple[list[torch.Tensor], tuple[int, int]]:
+) -> tuple[list[torch.Tensor], tuple[int, int] | None]:
     """The schedule's tensors, and its tile. Layers that ask for the same share an operator's call:
     it depends on shapes of q and k, and on what the mask reads."""
     read = names_of(program.label)
@@ -103,7 +104,11 @@ def plan(
     arguments = {**arguments, "sinks": None, "scale": None, "dropout_p": 0.0, "seed": None}
     call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
-    digest, given, kept, block = declare(program.label, call.names, how, *_shape_of(q, k, v))
+    shape = _shape_of(q, k, v)
+    digest, given, kept, block = declare(program.label, call.names, how, _is_late(), *shape)
+    if block is None:
+        # Refused, and so is the call itself.
+        return [], None
     tensors, ints = call.lists(given, kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
@@ -174,6 +179,11 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, .
     spread = tuple(name for name, size in sizes.items() if size > 1)
     # Head dimensions and what is baked in are constants of a graph: `index` makes them so.
     return spread, q.dtype, q.device, index(q.shape[-1]), index(v.shape[-1])
+
+
+def _is_late() -> bool:
+    """Whether Dynamo makes a graph that runs in this process."""
+    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
 def _wants_gradient(*tensors: torch.Tensor) -> bool:

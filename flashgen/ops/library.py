@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from .. import ahead
-from ..call import Call, CallText, check
+from ..call import Call, check
 from ..calls.known import Known, key_of
 from ..config import config
 from ..decoding import choose_kernel, decode
+from ..errors import CallText
 from ..geometry import Geometry, refuse_paged
 from ..launch.backward import Saved
 from ..records.tape import Tapes
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
-from . import flat
+from . import flat, refused
 from .eager import twice
 from .engine import arguments_of, engine, no_autocast
 from .form import Form, form_of
@@ -97,7 +98,10 @@ def _transpose_fake(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    known, given = form_of(form), (q, k, v, others, ints)
+    given = (q, k, v, others, ints)
+    if (wrong := refused.find(form)) is not None:
+        raise wrong.error(*given)
+    known = form_of(form)
     ahead.once(_kind_of(form, q, k, v), q.device, lambda: _forward(known, *given, Tapes()))
     return _forward(known, *given)
 
@@ -248,7 +252,8 @@ def _autograd(
     ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
 ) -> tuple[Any, ...]:
     """Gradients of q, k, v and the list, by the second operator."""
-    differentiable = form_of(ctx.form).differentiable
+    is_refused = refused.find(ctx.form) is not None
+    differentiable = frozenset() if is_refused else form_of(ctx.form).differentiable
     flags = ctx.needs_input_grad
     needed = [*flags[:3], *(f and i in differentiable for i, f in enumerate(flags[3]))]
     grads: list[torch.Tensor | None] = [None] * len(needed)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import transforms
-from ..errors import FlashgenError
+from ..errors import FlashgenError, show
 from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..order import tables_of
@@ -32,7 +32,7 @@ def make_schedule(
     `tapes`: the records of calls that plan alike."""
     if planner not in ("auto", "bounds", "exact"):
         raise FlashgenError(
-            f"there is no planner {planner!r}", call=call, write="auto, bounds or exact"
+            f"there is no planner {show(planner)}", call=call, write="auto, bounds or exact"
         )
     if transforms.are_active():
         bound = Bound(bound.spec, bound.scalars, transforms.bare_tensors(bound.tensors))
@@ -156,7 +156,7 @@ def check_block_size(block_size: Any, call: object) -> tuple[int, int]:
     )
     if not good:
         raise FlashgenError(
-            f"block_size is {block_size!r}",
+            f"block_size is {show(block_size)}",
             call=call,
             write="multiples of 16 up to 256: (128, 64)",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import FlashgenError
+from ..errors import FlashgenError, show
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,17 @@ class MLA:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
                 raise FlashgenError(
-                    f"{name} must be a positive integer, and is {size!r}",
-                    call=f"fg.MLA(rank={self.rank!r}, rope={self.rope!r})",
+                    f"{name} must be a positive integer, and is {show(size)}",
+                    call=f"fg.MLA(rank={show(self.rank)}, rope={show(self.rope)})",
                     write="fg.MLA(rank=512, rope=64)",
                 )
+
+
+def check_heads(heads: object) -> None:
+    """What a declaration says of heads. Raises FlashgenError."""
+    if heads is not None and not isinstance(heads, MLA):
+        raise FlashgenError(
+            f"heads is {show(heads)}",
+            call=f"fg.Attention(heads={show(heads)})",
+            write="fg.MLA(rank=512, rope=64), or nothing: other head counts are in the shapes",
+        )

@@ -6,8 +6,9 @@ import keyword
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from ..errors import FlashgenError
+from ..errors import FlashgenError, format_call
 from ..expr import INDEX_NAMES
+from ..graphs import outside_graphs
 from ..trace import Symbol
 from .leaf import Argument, Leaf, unknown_name
 
@@ -24,6 +25,9 @@ RESERVED = frozenset(
 SYMBOLS = frozenset({"score", *INDEX_NAMES})
 
 
+_IN_A_GRAPH = "masks are made before the compiled function, and attentions with them"
+
+
 class Mask:
     """A predicate over positions: which keys (`kv_idx`) a query (`q_idx`) may see.
 
@@ -31,6 +35,7 @@ class Mask:
     (`masks.sliding_window(window=4096)`); what is left is given by name at the attention's call.
     Masks are immutable: binding and renaming give new ones."""
 
+    @outside_graphs(_IN_A_GRAPH)
     def __init__(self, op: str, parts: tuple[Any, ...]) -> None:
         self._op, self._parts = op, parts
         if op == "leaf":
@@ -74,6 +79,7 @@ class Mask:
             return Mask("leaf", (change(self._parts[0]),))
         return Mask(self._op, tuple(part._map(change) for part in self._parts))
 
+    @outside_graphs(_IN_A_GRAPH)
     def __call__(self, *symbols: Any, **data: Any) -> Any:
         """Bind data early, by name. With symbols, use the mask inside another one's function."""
         if symbols or any(isinstance(value, Symbol) for value in data.values()):
@@ -89,18 +95,23 @@ class Mask:
 
     def _inside(self, *symbols: Any, **data: Any) -> Any:
         if self._op != "leaf" or not all(isinstance(s, Symbol) for s in symbols):
-            raise FlashgenError(
-                "a mask's data is bound by name",
-                call=f"{self.name}({', '.join(map(repr, symbols))})",
-                write=f"{self.name}({', '.join(f'{a.name}=...' for a in self.params)})",
-            )
+            names = ", ".join(f"{a.name}=..." for a in self.params)
+            text = f"{self.name}({names})" if names else f"{self.name}, as it is: it takes no data"
+            problem = "a mask's data is bound by name"
+            if any(getattr(s, "ndim", 0) >= 3 for s in symbols):
+                problem = "a mask isn't called with queries, keys and values: an attention is"
+                mask = f"masks.{self.name}" if self._op == "leaf" else self.name
+                text = f"fg.Attention({mask})(q, k, v{', ' if names else ''}{names})"
+            raise FlashgenError(problem, call=format_call(self.name, *symbols, **data), write=text)
         leaf = self._parts[0]
         return leaf.function.function(*symbols, **{**leaf.bound, **data})
 
+    @outside_graphs(_IN_A_GRAPH)
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with the tensors bound to it on another device."""
         return self._map(lambda leaf: leaf.to(device))
 
+    @outside_graphs(_IN_A_GRAPH)
     def rename(self, **changes: str) -> Mask:
         """Give parameters other names: `document.rename(doc="segment")`.
 
@@ -133,6 +144,7 @@ class Mask:
             write="& for and, | for or, ~ for not",
         )
 
+    @outside_graphs("a mask's dense matrix is made before the compiled function")
     def dense(
         self,
         q_len: int | torch.Tensor,
@@ -183,6 +195,7 @@ def as_mask(value: Any) -> Mask:
 def mask(function: Callable[..., Any], /) -> Mask: ...
 @overload
 def mask(*, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Mask]: ...
+@outside_graphs(_IN_A_GRAPH)
 def mask(
     function: Callable[..., Any] | None = None, *, check: Callable[..., None] | None = None
 ) -> Any:
@@ -242,9 +255,4 @@ def walk_masks(root: Mask) -> Iterator[Mask]:
 
 
 def _call_text(called: Mask, data: Mapping[str, Any]) -> str:
-    return f"{called.name}({', '.join(f'{k}={_brief(v)}' for k, v in data.items())})"
-
-
-def _brief(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"<{list(shape)}>" if shape is not None else repr(value)
+    return format_call(called.name, **data)

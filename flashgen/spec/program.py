@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..errors import FlashgenError
+from ..errors import FlashgenError, show
 from ..expr import Expr, extent, leaves, make, substitute, walk
 from ..trace import TensorType
 from ..trace.reads import Reads
@@ -273,7 +273,7 @@ def _value(argument: Argument, value: Any, call: object) -> Any:
     wanted = _NUMBERS[argument.type]
     if not isinstance(value, wanted) or (argument.type != "bool" and isinstance(value, bool)):
         raise FlashgenError(
-            f"{argument.name} must be a Python {argument.type}, and is {value!r}",
+            f"{argument.name} must be a Python {argument.type}, and is {show(value)}",
             call=call,
             write=f"{argument.name}={'True' if argument.type == 'bool' else '128'}",
         )

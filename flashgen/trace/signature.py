@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from ..errors import FlashgenError, SourceLine
+from ..errors import FlashgenError, SourceLine, show
 from ..expr import INDEX_NAMES
 
 T = TypeVar("T")
@@ -126,10 +126,10 @@ def _restore(module: str, path: str, wants: Literal["mask", "score"]) -> Functio
 def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Function:
     if not callable(function):
         raise FlashgenError(
-            f"a {wants} must be a function, and {function!r} is a {type(function).__name__}",
-            write=f"@fg.{'mask' if wants == 'mask' else 'attention'} above a function",
+            f"a {wants} must be a function, and {show(function)} is a {type(function).__name__}",
+            write=_instead(function, wants),
         )
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = _parameters(function, wants)
     hints = _annotations(function, parameters)
     known = {"score", *INDEX_NAMES} if wants == "score" else set(INDEX_NAMES)
     required = [p for p in parameters if p.default is p.empty]
@@ -137,6 +137,32 @@ def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Func
         return Function(function, tuple(_flex(wants)), "flex")
     roles = tuple(_named(p, hints.get(p.name), known, function, wants) for p in parameters)
     return Function(function, roles, "named")
+
+
+def _instead(value: Any, wants: str) -> str:
+    """What to write for what isn't a function."""
+    if wants == "score":
+        return "@fg.attention(mask=...) above a function"
+    if getattr(value, "ndim", 0) >= 2:
+        return "masks.from_dense(matrix) for a boolean matrix; masks of a formula need no memory"
+    return "@fg.mask above a function, or one of flashgen.masks"
+
+
+def _parameters(function: Callable[..., Any], wants: str) -> list[inspect.Parameter]:
+    """Raises FlashgenError for what Python knows no parameters of: functions of C, many types."""
+    is_type = isinstance(function, type)
+    try:
+        found = None if is_type else inspect.signature(function)
+    except (ValueError, TypeError):
+        found = None
+    if found is not None:
+        return list(found.parameters.values())
+    name = getattr(function, "__name__", type(function).__name__)
+    raise FlashgenError(
+        f"{name} is a {'type' if is_type else 'function without a Python signature'}, and a "
+        f"{wants} is a function whose parameters say what it reads",
+        write=_instead(None, wants),
+    )
 
 
 def _is_positional(
@@ -171,7 +197,8 @@ def _named(
 ) -> Parameter:
     name, default = parameter.name, parameter.default
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        problem = f"the {wants} takes *{name}, and flashgen binds parameters by their names"
+        stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+        problem = f"the {wants} takes {stars}{name}, and flashgen binds parameters by their names"
     elif name in known:
         return Parameter(name, "score" if name == "score" else "index")
     elif hint in ("int", "float", "bool"):

@@ -13,8 +13,9 @@ from dense_checks import FIRST, check_against_sdpa, inputs, oracle, to_gpu
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.call import CallText, check
+from flashgen.call import check
 from flashgen.check_storage import Storage
+from flashgen.errors import CallText
 from flashgen.plan import plan
 from flashgen.schedule import classify, compact
 

@@ -14,8 +14,9 @@ from triton.runtime.errors import InterpreterError
 
 import flashgen as fg
 from flashgen import masks
-from flashgen.call import Call, CallText, check
+from flashgen.call import Call, check
 from flashgen.check_storage import Storage
+from flashgen.errors import CallText
 from flashgen.kernel_names import spell
 from flashgen.plan import compact as compact_by_kernel
 from flashgen.plan import plan
