@@ -226,6 +226,13 @@ OTHERS = {
     "zeros": lambda s, i, j: i.new_zeros(()) + torch.ones_like(s) + torch.zeros_like(i),
     "filled": lambda s, i, j: s * s.new_full((), 2.5) + j.new_ones((), dtype=torch.int32),
     "shape": lambda s, i, j: s * (2 if i.ndim in (0, 2) else 3),
+    "sums of booleans": lambda s, i, j: torch.where((i > j) + (j > 3), s, 1.0),
+    "products of booleans": lambda s, i, j: ((i > j) * (j > 3) == True) * s,  # noqa: E712
+    "counted": lambda s, i, j: ((i > j).int() + (j > 3)) * s,
+    "extremes of booleans": lambda s, i, j: torch.maximum(i > j, torch.minimum(j > 3, i > 5)) * s,
+    "integer powers": lambda s, i, j: (2**j + 3**j + i**9 + (-(j % 7)) ** (j % 4)) % 1000 * s,
+    "shifts by powers": lambda s, i, j: i // 4**j * s,
+    "as another's dtype": lambda s, i, j: (s * 3).to(i) * s,
     "new tensor": lambda s, i, j: s + s.new_tensor(2.0),
 }
 
@@ -296,6 +303,15 @@ REFUSED = {
     "two": (lambda t, q, k: (q > k, k > 3), ["must return a boolean"]),
     "a symbol's item": (lambda t, q, k: q[0] > k, ["can't be indexed"]),
     "an attribute": (lambda t, q, k: k < q.T, [".T"]),
+    "int8": (lambda t, q, k: (q * 10).to(torch.int8) >= k, ["int8, in which numbers wrap"]),
+    "uint8": (lambda t, q, k: (q - k).type(torch.uint8) < 5, ["uint8", "`x & 255`"]),
+    "short": (lambda t, q, k: (q - k).short() < 5, ["int16"]),
+    "bf16": (lambda t, q, k: t[q, k].bfloat16() > 0, ["bfloat16", "rounded", "torch.float32"]),
+    "fp16": (lambda t, q, k: t[q, k].to(torch.half) > 0, ["float16", "rounded"]),
+    "minus": (lambda t, q, k: (q > k) - (k > 3) > 0, ["is a boolean", "~ for not"]),
+    "minus one": (lambda t, q, k: -(q > k) < 0, ["is a boolean", ".int() to count"]),
+    "fractions": (lambda t, q, k: 2 ** (-k) > 0, ["0 for a negative exponent", "2.0 **"]),
+    "reciprocal": (lambda t, q, k: k**-1 > 0, ["power -1 is no integer"]),
 }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import FlashgenError
 from ..expr import Expr, Kind, cast, const
+from .meaning import check_cast
 from .symbol import Symbol, apply, reject
 
 if TYPE_CHECKING:
@@ -78,8 +79,12 @@ def _logical(op: str) -> Implementation:
     return lambda *args: apply(op, *(_truth(a) for a in args))
 
 
-def _as(kind: Kind) -> Implementation:
+def _as(kind: Kind, dtype: str = "") -> Implementation:
     def implementation(value: Expr, *_: Any, **__: Any) -> Expr:
+        import torch
+
+        if dtype:
+            check_cast(value, getattr(torch, dtype))
         return _truth(value) if kind == "bool" else cast(value, kind)
 
     return implementation
@@ -91,7 +96,9 @@ def _to(recorder: Recorder, value: Any, *args: Any, dtype: Any = None, **_: Any)
     kinds: dict[Any, Kind] = {bool: "bool", int: "int", float: "float"}
     wanted = dtype
     for arg in args:
-        if arg in kinds or isinstance(arg, torch.dtype):
+        if isinstance(arg, (Symbol, torch.Tensor)):
+            wanted = arg.dtype
+        elif isinstance(arg, torch.dtype) or arg in kinds:
             wanted = arg
     expr = recorder.lift(value)
     if wanted is None:
@@ -100,6 +107,7 @@ def _to(recorder: Recorder, value: Any, *args: Any, dtype: Any = None, **_: Any)
         return _as(kinds[wanted])(expr)
     if wanted == torch.bool:
         return _truth(expr)
+    check_cast(expr, wanted)
     return cast(expr, "float" if wanted.is_floating_point else "int")
 
 
@@ -170,8 +178,11 @@ _NUMBERS: dict[str, Implementation] = {
     "zeros_like": _like(0),
     "ones_like": _like(1),
     "bool": _as("bool"),
-    **{name: _as("int") for name in ("int", "long", "short")},
-    **{name: _as("float") for name in ("float", "double", "half", "bfloat16")},
+    **{name: _as("int") for name in ("int", "long")},
+    "short": _as("int", "int16"),
+    **{name: _as("float") for name in ("float", "double")},
+    "half": _as("float", "float16"),
+    "bfloat16": _as("float", "bfloat16"),
     **{
         name: _op(name, 1)
         for name in ("exp exp2 log log2 sqrt rsqrt sin cos tanh sigmoid erf floor ceil".split())

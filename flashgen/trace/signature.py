@@ -26,7 +26,8 @@ class Tensor:
     """Annotates a parameter as data: a tensor given at the call (or bound early) by name.
 
     Inside the function it is indexed by integer expressions, one for each dimension; every index
-    is clamped to the dimension. A tensor without dimensions is used bare."""
+    is clamped to the dimension. A tensor without dimensions is used bare. Integers of any dtype are
+    as wide as is needed: nothing wraps."""
 
     def __getitem__(self, index: Any) -> Any:
         raise FlashgenError("fg.Tensor is an annotation", write="doc: fg.Tensor")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import FlashgenError
 from ..expr import Expr, Kind, const, load, make
 from ..expr.build import KindError
+from .meaning import as_torch
 
 if TYPE_CHECKING:
     from .run import Recorder, TensorType
@@ -238,7 +239,8 @@ def _binary(op: str, swap: bool = False, reverse: bool = False) -> Any:
 def apply(op: str, *args: Expr) -> Expr:
     """`make`, with its complaints turned into errors that show the user's line."""
     try:
-        return make(op, *args)
+        found = as_torch(op, *args)
+        return make(op, *args) if found is None else found
     except KindError as error:
         reject(str(error), "operands of the right kind, e.g. value.to(int) or value != 0")
     except ZeroDivisionError as error:
