@@ -12,8 +12,10 @@ from .call import Call, autocast, check
 from .calls import ready
 from .calls.first import compile_ahead
 from .calls.known import Known, KnownCalls, key_of
+from .calls.look import looked_at
 from .calls.routes import is_planned, kept_key, route_of, tile_of
 from .calls.schedules import Schedules
+from .check_kinds import refuse_meta
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
@@ -188,6 +190,8 @@ class Attention:
         """A call from its check to its results. Raises FlashgenError."""
         backend, deterministic, invariant, return_lse = asked
         known, call = self._checked(self._program, key, q, k, v, given, data)
+        if call.q.device.type == "meta":
+            return ops.shapes(self._program, q, k, call.v if v is None else v, given, data)
         if config.debug:
             from .debug import report_clamped
 
@@ -309,7 +313,9 @@ class Attention:
         key = None if key is None else ("schedule", key)
         self._forget_if_changed()
         scale = None if program.heads is None else 1.0
-        return self._checked(program, key, q, k, v, given, data, scale=scale)
+        known, call = self._checked(program, key, q, k, v, given, data, scale=scale)
+        refuse_meta(call.q, call.text)
+        return known, call
 
     @outside_graphs("the source of a call isn't a graph's value")
     def source(
@@ -342,20 +348,7 @@ class Attention:
         return explain(call, schedule, choice, kernel)
 
     def _check_look(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Call:
-        for name in ("return_lse", "deterministic", "schedule", "backend"):
-            arguments.pop(name, None)
-        names = ("scale", "q_offset", "sinks", "seed")
-        known = {n: arguments.pop(n, None) for n in names}
-        known["dropout_p"] = arguments.pop("dropout_p", 0.0)
-        storage = Storage.take(arguments)
-        return self._check(q, k, v, **known, storage=storage, data=arguments)
-
-    def _check(
-        self, q: Any, k: Any, v: Any, *, storage: Storage, data: dict[str, Any], **arguments: Any
-    ) -> Call:
-        given = {**arguments, **storage.given(), **data}
-        text = CallText(self.name, {"q": q, "k": k, "v": v, **given})
-        return check(self._program, text, q, k, v, storage=storage, data=data, **arguments)
+        return looked_at(self._program, q, k, v, arguments)
 
     def __reduce__(self) -> Any:
         return _restore, (self._program,)

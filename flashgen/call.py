@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from . import transforms
+from .check_kinds import check_kinds
 from .check_storage import (
     Storage,
     check_mix,
@@ -76,8 +77,8 @@ class Declaration(Protocol):
 
 def autocast(*tensors: Any) -> Any:
     """Queries, keys and values as `torch.autocast` has SDPA take them: float64 stays, as there."""
-    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if _is_cast(x) else x for x in tensors)
@@ -104,6 +105,8 @@ def check(
     seed: int | None = None,
 ) -> Call:
     """Check one call. Raises FlashgenError for whatever doesn't fit."""
+    latent = program.heads is not None
+    check_kinds(text, {"q": q, "kv" if latent else "k": k, "v": v})
     if program.heads is not None:
         v = _latent_values(text, program.heads, k, v, scale, storage)
     elif v is None:
@@ -156,9 +159,9 @@ def _latent_values(
             f"with YaRN), never {width}**-0.5",
         )
     heads_at = {3: 1, 4: 2 if storage.is_paged and storage.page_layout != "HND" else 1}
-    shape = list(kv.shape) if hasattr(kv, "shape") else []
+    shape = list(kv.shape)
     if len(shape) not in heads_at or shape[heads_at[len(shape)]] != 1 or shape[-1] != width:
-        problem = f"kv is {shape or type(kv).__name__}"
+        problem = f"kv is {shape}"
         raise FlashgenError(problem, call=text, write=write)
     values: torch.Tensor = kv[..., : heads.rank]
     return values
@@ -168,9 +171,7 @@ def _check_inputs(
     text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, storage: Storage
 ) -> None:
     for name, x, dims in zip("qkv", (q, k, v), storage.dims, strict=True):
-        if not hasattr(x, "device"):
-            problem = f"{name} is a {type(x).__name__}"
-        elif x.ndim != dims:
+        if x.ndim != dims:
             problem = f"{name} has {x.ndim} dimensions"
         elif x.dtype not in DTYPES:
             problem = f"{name} has dtype {x.dtype}"
@@ -183,7 +184,8 @@ def _check_inputs(
         raise FlashgenError(
             problem,
             call=text,
-            write=f"{storage.shapes}, of one dtype (float16, bfloat16, float32) on one device",
+            write=f"{storage.shapes}, of one dtype (float16, bfloat16, float32; float64 on the "
+            "CPU) on one device",
         )
 
 

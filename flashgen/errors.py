@@ -118,16 +118,20 @@ def show(value: Any) -> str:
     if type(value) in (list, tuple):
         text = ", ".join(map(show, value[:_MOST_SHOWN]))
         text += ", ..." if len(value) > _MOST_SHOWN else ""
-        return f"[{text}]" if isinstance(value, list) else f"({text})"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        text = f"[{text}]" if isinstance(value, list) else f"({text})"
+        return _cut(text, _LONGEST_LIST)
+    if hasattr(type(value), "shape") and hasattr(value, "dtype"):
         dtype = str(value.dtype).rpartition(".")[2]
         return f"{_shape_of(value)} {_SHORT_DTYPES.get(dtype, dtype)}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return _cut(" ".join(repr(value).split()), 60)
 
 
-# Elements of a list.
-_MOST_SHOWN = 8
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+# Elements of a list, and its characters.
+_MOST_SHOWN, _LONGEST_LIST = 8, 200
 
 
 def _shape_of(value: Any) -> str:
@@ -135,7 +139,7 @@ def _shape_of(value: Any) -> str:
         return str(list(value.shape))
     except RuntimeError:
         # A nested tensor has none.
-        return f"{value.ndim} nested dimensions,"
+        return "[nested]"
 
 
 def _is_idle(name: str, value: Any) -> bool:

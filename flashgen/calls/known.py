@@ -155,12 +155,20 @@ class KnownCalls:
 
 def key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
     """What a check looks at, and how the tensors lie; None where it looks at a tensor's elements,
-    or would cast."""
+    or would cast, and of tensors that don't lie anywhere."""
     if not isinstance(q, torch.Tensor) or config.debug:
         return None
+    try:
+        return _key_of(q, k, v, arguments, data)
+    except RuntimeError:
+        # Sparse and nested tensors have no strides.
+        return None
+
+
+def _key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[str, Any]) -> Any:
     device = q.device
     kind = device.type
-    if torch.is_autocast_enabled(kind):
+    if kind == "meta" or torch.is_autocast_enabled(kind):
         return None
     parts: list[Any] = [config.tune]
     for x in (q, k, v):

@@ -85,6 +85,21 @@ def attend(
     return out, lse
 
 
+def shapes(
+    program: Program,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    arguments: Mapping[str, Any],
+    data: Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and LSE of a checked call of meta tensors: the operator's, which knows the shapes."""
+    call = _sort({**arguments, "batch_invariant": False}, data, constants_of(program.label))
+    how = ("auto", False, (128, 128), None, 1)
+    shape = _shape_of(*tensors)
+    digest, given, kept, _ = declare(program.label, call.names, how, False, *shape)
+    out, lse = torch.ops.flashgen.attention(*tensors, *call.lists(given, kept), digest)
+    return out, lse
+
+
 def plan(
     program: Program,
     q: torch.Tensor,

@@ -16,6 +16,7 @@ from ..errors import FlashgenError, show
 from ..expr import Expr, extent, leaves, make, substitute, walk
 from ..trace import TensorType
 from ..trace.reads import Reads
+from ..trace.run import is_odd
 from .heads import MLA
 from .leaf import Argument, Leaf, unknown_name
 from .mask import Mask, check_arguments
@@ -113,7 +114,11 @@ class Program:
                 leaf.run_check({**lengths, **own}, call)
         types = {n: _type(arguments[n], v, spread) for n, v in values.items()}
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, torch.Tensor)}
-        spec, captured = self._traced(names, types, dtypes, call)
+        try:
+            spec, captured = self._traced(names, types, dtypes, call)
+        except FlashgenError as error:
+            error.call = error.call or str(call)
+            raise
         values.update(captured)
         return Bound(
             spec,
@@ -260,7 +265,7 @@ def _value(argument: Argument, value: Any, call: object) -> Any:
         if isinstance(value, torch.Tensor):
             return _checked_tensor(argument, value, call)
         if isinstance(value, (bool, int, float)):
-            return value
+            return _in_range(argument, value, call)
         raise FlashgenError(
             f"{argument.name} must be a tensor, and is a {type(value).__name__}",
             call=call,
@@ -281,7 +286,7 @@ def _value(argument: Argument, value: Any, call: object) -> Any:
 
 
 def _in_range(argument: Argument, number: Any, call: object) -> Any:
-    if argument.type == "int" and not -(2**63) <= number < 2**63:
+    if type(number) is int and argument.type != "float" and not -(2**63) <= number < 2**63:
         raise FlashgenError(
             f"{argument.name} is {number}, beyond 64 bits",
             call=call,
@@ -302,9 +307,10 @@ def _host_number(argument: Argument, value: torch.Tensor, call: object) -> Any:
 
 
 def _checked_tensor(argument: Argument, value: torch.Tensor, call: object) -> torch.Tensor:
-    if value.is_complex() or value.is_quantized or value.layout != torch.strided:
+    if is_odd(value):
         raise FlashgenError(
-            f"{argument.name} is a {value.layout} tensor of {value.dtype}",
+            f"{argument.name} is a {'nested' if value.is_nested else value.layout} tensor of "
+            f"{value.dtype}",
             call=call,
             write="a dense tensor of booleans, integers or floats",
         )

@@ -15,7 +15,7 @@ from ..expr import Expr, Kind, const, index, load, scalar, score
 from .follow import find_reads
 from .reads import Reads
 from .signature import Function, Parameter
-from .symbol import ScalarSymbol, Symbol, TensorSymbol, number
+from .symbol import ScalarSymbol, Symbol, TensorSymbol, number, reject
 from .watch import Watch, flat
 
 
@@ -61,6 +61,12 @@ class Traced:
         return all(tensor is theirs[name] for name, tensor in mine.items())
 
 
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether expressions can't read such a tensor's elements."""
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    return tensor.is_complex() or tensor.is_quantized or not is_dense
+
+
 class Recorder:
     """Lifts what a function mixes with symbols: numbers, and tensors it captured."""
 
@@ -80,6 +86,11 @@ class Recorder:
         return constant
 
     def captured_tensor(self, tensor: torch.Tensor) -> TensorSymbol:
+        if is_odd(tensor):
+            reject(
+                f"a {tensor.layout} tensor of {tensor.dtype} is read",
+                "a dense tensor of booleans, integers or floats",
+            )
         name = next((n for n, t in self.captured.items() if t is tensor), None)
         if name is None:
             name = self._names.get(id(tensor), f"captured{len(self.captured)}")

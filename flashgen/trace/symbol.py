@@ -286,8 +286,10 @@ setattr(Symbol, "__pos__", lambda self: self)  # noqa: B010
 
 def number(value: Any) -> Expr | None:
     """A plain Python or NumPy number as a constant."""
-    if isinstance(value, (bool, int, float)):
-        return const(value)
     if getattr(value, "shape", None) == () and type(value).__module__ == "numpy":
-        return const(value.item())
-    return None
+        value = value.item()
+    if not isinstance(value, (bool, int, float)):
+        return None
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        reject(f"{value} is beyond 64 bits", "2**62, which is further than any position")
+    return const(value)
