@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar
 
-from .errors import FlashgenError
+from .errors import FlashgenError, did_you_mean, show
 
 T = TypeVar("T")
 Tune = Literal["off", "quick", "full"]
@@ -77,6 +77,24 @@ def _one_of(choices: Mapping[str, T]) -> Callable[[str], T]:
     return parse
 
 
+# What `log` is asked for, and with which a name in FLASHGEN_LOGS may begin.
+LOGGERS = ("cache", "debug", "launch", "tune")
+
+
+def _loggers(text: str) -> str:
+    for name in _names_in(text):
+        bare = name.removeprefix("+").removeprefix("flashgen").lstrip(".")
+        if bare not in ("", "all", *LOGGERS):
+            raise FlashgenError(
+                f"there is no logger {bare}", write=did_you_mean(bare, ("all", *LOGGERS))
+            )
+    return text
+
+
+def _names_in(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _default_cache_dir() -> Path:
     from platformdirs import user_cache_path
 
@@ -95,7 +113,7 @@ class Config:
         _one_of(_FLAGS), lambda: False, "print each generated module to stderr when it is loaded"
     )
     logs = Setting(
-        str, str, "loggers to show on stderr, as in `+flashgen.cache,flashgen.plan` or `all`"
+        _loggers, str, "loggers to show on stderr, as in `+flashgen.cache,flashgen.tune` or `all`"
     )
     debug = Setting(_one_of(_FLAGS), lambda: False, "check data at run time, at a cost")
     tune = Setting(_one_of(_EFFORTS), lambda: "off", "search for faster tiles: off, quick or full")
@@ -114,13 +132,8 @@ class Config:
         A function with an argument of a setting's name passes it on here, so that its argument
         wins over everything else.
         """
-        given = {
-            "cache_dir": None if cache_dir is None else Path(cache_dir).expanduser().absolute(),
-            "print_code": print_code,
-            "debug": debug,
-            "tune": None if tune is None else _one_of(_EFFORTS)(tune),
-        }
-        changed = {name: value for name, value in given.items() if value is not None}
+        given = {"cache_dir": cache_dir, "print_code": print_code, "debug": debug, "tune": tune}
+        changed = {name: _checked(name, x) for name, x in given.items() if x is not None}
         token = _overrides.set(MappingProxyType({**_overrides.get(), **changed}))
         try:
             yield
@@ -145,9 +158,32 @@ class Config:
         """The settings in the order of their declaration, for `doctor` and the docs."""
         return [value for value in vars(Config).values() if isinstance(value, Setting)]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings aren't assigned: an override ends, and a variable holds everywhere."""
+        known = [setting.name for setting in self.settings()]
+        if name not in known:
+            problem, write = f"there is no setting {name}", did_you_mean(name, known)
+        else:
+            problem = "a setting isn't assigned"
+            write = f"with fg.config.override({name}={show(value)}):, or FLASHGEN_{name.upper()} "
+            write += "in the environment"
+        raise FlashgenError(problem, call=f"fg.config.{name} = {show(value)}", write=write)
+
     def __repr__(self) -> str:
         values = (f"{setting.name}={getattr(self, setting.name)!r}" for setting in self.settings())
         return f"Config({', '.join(values)})"
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A setting's value for an override. Raises FlashgenError."""
+    kinds: Any = {"cache_dir": (str, os.PathLike), "tune": (str,)}.get(name, (bool,))
+    if not isinstance(value, kinds):
+        write = {"cache_dir": "a path", "tune": ", ".join(_EFFORTS)}.get(name, "True or False")
+        call = f"fg.config.override({name}={show(value)})"
+        raise FlashgenError(f"{name} is {show(value)}", call=call, write=write)
+    if name == "cache_dir":
+        return Path(value).expanduser().absolute()
+    return _one_of(_EFFORTS)(value) if name == "tune" else value
 
 
 config = Config()
@@ -183,7 +219,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 def _set_up_logs(text: str) -> None:
     """`flashgen.cache` shows INFO and above, `+flashgen.cache` DEBUG too; `all` is `flashgen`."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = _names_in(text)
     for name in names:
         bare = name.removeprefix("+")
         bare = "flashgen" if bare == "all" else bare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 import flashgen
 from flashgen import FlashgenError
-from flashgen.config import config, log, warn_once
+from flashgen.config import LOGGERS, config, log, warn_once
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +112,44 @@ def test_a_wrong_override_is_refused():
         pass
 
 
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"debug": "x"}, "debug is 'x'"),
+        ({"print_code": 2}, "print_code is 2"),
+        ({"cache_dir": 3}, "cache_dir is 3"),
+        ({"tune": True}, "tune is True"),
+    ],
+)
+def test_an_override_of_another_kind_is_refused(given, problem):
+    name = next(iter(given))
+    message = rf"override\({name}=.*\): {problem}\n  instead: "
+    with pytest.raises(FlashgenError, match=message), config.override(**given):
+        pass
+
+
+def test_settings_are_not_assigned():
+    with pytest.raises(FlashgenError, match=r"config.debg = True: there is no .*\n.*`debug`"):
+        config.debg = True
+    with pytest.raises(FlashgenError, match=r"override\(debug=True\):, or FLASHGEN_DEBUG"):
+        config.debug = True
+    assert config.debug is False
+
+
+def test_unknown_loggers_are_refused(monkeypatch):
+    for text in ("+flashgen.cache,plan", "bogus", "flashgen.cach"):
+        monkeypatch.setenv("FLASHGEN_LOGS", text)
+        with pytest.raises(FlashgenError, match=rf"FLASHGEN_LOGS={re.escape(text)}: there is no"):
+            _ = config.logs
+    monkeypatch.setenv("FLASHGEN_LOGS", "+cache, flashgen.debug,all, flashgen")
+    assert config.logs
+
+
+def test_the_known_loggers_are_those_that_log():
+    texts = (path.read_text() for path in Path(flashgen.__file__).parent.rglob("*.py"))
+    assert {name for text in texts for name in re.findall(r'\blog\("(\w+)"\)', text)} == {*LOGGERS}
+
+
 def test_a_setting_knows_its_source(monkeypatch):
     setting = next(setting for setting in config.settings() if setting.name == "debug")
     assert (setting.variable, setting.source()) == ("FLASHGEN_DEBUG", "default")
@@ -140,7 +179,7 @@ def test_fg_config_is_the_object_in_any_order_of_imports():
 
 SPEAK = """
 from flashgen.config import log
-for name in ("cache", "plan"):
+for name in ("cache", "launch"):
     log(name).debug("quiet"); log(name).info("normal"); log(name).warning("loud")
 """
 
@@ -148,10 +187,13 @@ for name in ("cache", "plan"):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("flashgen.cache", "cache normal, cache loud, plan loud"),
-        ("+flashgen.cache", "cache quiet, cache normal, cache loud, plan loud"),
-        ("+cache, flashgen.plan", "cache quiet, cache normal, cache loud, plan normal, plan loud"),
-        ("all", "cache normal, cache loud, plan normal, plan loud"),
+        ("flashgen.cache", "cache normal, cache loud, launch loud"),
+        ("+flashgen.cache", "cache quiet, cache normal, cache loud, launch loud"),
+        (
+            "+cache, flashgen.launch",
+            "cache quiet, cache normal, cache loud, launch normal, launch loud",
+        ),
+        ("all", "cache normal, cache loud, launch normal, launch loud"),
         ("", "loud, loud"),
     ],
 )
@@ -164,7 +206,7 @@ def test_logs_are_shown_as_asked(text, shown):
 
 def test_an_application_with_handlers_sees_each_record_once():
     code = "import logging; logging.basicConfig(format='app %(message)s')\n" + SPEAK
-    assert run(code, FLASHGEN_LOGS="flashgen.plan").splitlines() == [
+    assert run(code, FLASHGEN_LOGS="flashgen.launch").splitlines() == [
         "app loud",
         "app normal",
         "app loud",
