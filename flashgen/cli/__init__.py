@@ -33,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlashgenError as error:
         print(f"flashgen: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        problem = "there isn't enough memory for tensors of this size"
+        print(f"flashgen: {problem}\n  instead: a smaller --n, --batch, --heads", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader of a pipe, `head` for one, has seen enough; exiting must not flush once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,7 +103,7 @@ def _add_explain(commands: _Commands, name: str, words: str, run: str) -> None:
     command = commands.add_parser(name, help=words)
     _add_target(command)
     command.add_argument("--dtype", choices=_DTYPES, default="fp16", help="default: fp16")
-    command.add_argument("--head-dim", metavar="D", type=int, default=64, help="default: 64")
+    command.add_argument("--head-dim", metavar="D", type=_count, default=64, help="default: 64")
     command.add_argument("--device", default="cpu", help="default: cpu")
     command.add_argument("--backend", default="auto", help="default: auto")
     command.set_defaults(run=run)
@@ -107,7 +113,7 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="NAME", help=_NAME)
     command.add_argument(
         "--n",
-        type=_pair,
+        type=_lengths,
         default=(64, 64),
         metavar="N",
         help="queries and keys; QxK where they differ (default: 64)",
@@ -120,9 +126,9 @@ def _add_target(command: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="data, as in window=8 or doc=[[0,0,1]]; the rest is example data",
     )
-    command.add_argument("--batch", type=int, metavar="B", help="default: as the data has it")
-    command.add_argument("--heads", type=int, metavar="H", help="query heads")
-    command.add_argument("--kv-heads", type=int, metavar="H", help="heads of keys and values")
+    command.add_argument("--batch", type=_count, metavar="B", help="default: as the data has it")
+    command.add_argument("--heads", type=_count, metavar="H", help="query heads")
+    command.add_argument("--kv-heads", type=_count, metavar="H", help="heads of keys and values")
     command.add_argument("--seed", type=int, help="of the example data")
 
 
@@ -143,6 +149,19 @@ def _pair(text: str) -> tuple[int, int]:
     if not (1 <= len(parts) <= 2 and all(part.isdecimal() for part in parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor like 16x32")
     return int(parts[0]), int(parts[-1])
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    lengths = _pair(text)
+    if max(lengths) >= 2**30:
+        raise argparse.ArgumentTypeError(f"{text!r}: positions go up to 2^30 - 1")
+    return lengths
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} isn't a number from 1")
+    return int(text)
 
 
 def _bench(argv: list[str]) -> int | None:

@@ -20,6 +20,7 @@ from ..show.text import WIDTH, wrap_formula
 from ..spec import Bound, Mask, Program
 from ..spec.data import fit_data
 from . import target
+from .loading import write
 from .shapes import heads_of
 
 Planner = Literal["auto", "bounds", "exact"]
@@ -55,13 +56,14 @@ def show(given: argparse.Namespace) -> None:
     heads = (given.batch, given.heads, given.kv_heads)
     wanted = {argument.name for argument in mask.params}
     data = {name: value for name, value in found.data.items() if name in wanted}
+    target.check_complete(mask.name, mask.leaves, data)
     drawn = draw(mask, data, given.n, given.block_size, heads, given.planner)
     print(_heading(drawn))
     if drawn.dense is not None:
         print(mask_text(drawn.dense), end="\n\n")
     print(schedule_text(drawn.schedule, groups=2))
     if given.svg:
-        Path(given.svg).write_text(drawn.svg(mask.name), encoding="utf-8")
+        write(Path(given.svg), drawn.svg(mask.name))
         print(f"wrote {given.svg}")
 
 

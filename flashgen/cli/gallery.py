@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import catalogue, target
 from .drawing import draw
+from .loading import write
 
 _LENGTHS, _BLOCK = (64, 64), (8, 8)
 _INTRO = (
@@ -46,12 +47,11 @@ code{{font-family:ui-monospace,Menlo,Consolas,monospace;font-size:.92em}}
 def gallery(given: argparse.Namespace) -> None:
     """Write `<mask>.svg` for each mask, index.md and index.html."""
     folder = Path(given.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "index.md", _markdown())
     pictures = {name: picture(name) for name in catalogue.masks()}
     for name, svg in pictures.items():
-        _write(folder / f"{name}.svg", svg)
-    _write(folder / "index.md", _markdown())
-    _write(folder / "index.html", _html())
+        write(folder / f"{name}.svg", svg)
+    write(folder / "index.html", _html())
     print(f"wrote {len(pictures)} pictures, index.md and index.html to {folder}")
 
 
@@ -89,7 +89,3 @@ def _html() -> str:
 
 def _code(text: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")

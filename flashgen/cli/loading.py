@@ -39,6 +39,16 @@ def parameter(text: str) -> tuple[str, Any]:
     return name, torch.tensor(literal) if isinstance(literal, list) else literal
 
 
+def write(path: Path, text: str) -> None:
+    """Write a file. Raises FlashgenError where that can't be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        problem = f"{path} can't be written: {error.strerror or error}"
+        raise FlashgenError(problem, write="a path where files can be written") from None
+
+
 def _file(path: Path) -> ModuleType:
     """A module from a file, its folder importable as when Python runs it."""
     if not path.is_file():

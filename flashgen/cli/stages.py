@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import FlashgenError
 from . import target
 from .shapes import heads_of
 
@@ -30,9 +31,19 @@ def source(given: argparse.Namespace) -> None:
     print(attention.source(*arguments, backend=given.backend, **data))
 
 
+def _check_device(device: str) -> None:
+    """Raises FlashgenError where torch can't make tensors there."""
+    try:
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        problem = f"--device {device}: {str(error).partition(chr(10))[0]}"
+        raise FlashgenError(problem, write="--device cpu, which needs no GPU") from None
+
+
 def _call(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], dict[str, Any]]:
     """The attention, (q, k, v), and the data by name."""
     found = target.find(given)
+    _check_device(given.device)
     data = {
         name: value.to(given.device) if isinstance(value, torch.Tensor) else value
         for name, value in found.data.items()
@@ -41,6 +52,7 @@ def _call(given: argparse.Namespace) -> tuple[Any, list[torch.Tensor], dict[str,
     program = found.program
     wanted = {argument.name for argument in program.params}
     read = {name: value for name, value in data.items() if name in wanted}
+    target.check_complete(program.name, program.leaves, read)
     batch, heads, kv_heads = heads_of(program.bind(read, given.name), asked)
     shapes = [(batch, heads, given.n[0])] + 2 * [(batch, kv_heads, given.n[1])]
     dtype = _DTYPES[given.dtype]

@@ -97,6 +97,16 @@ def _example_data(program: Program, examples: _Examples, said: Mapping[str, Any]
     return data
 
 
+def check_complete(owner: str, leaves: Iterable[Leaf], data: Mapping[str, Any]) -> None:
+    """Whether all data is there. Raises FlashgenError, with what to write on the command line."""
+    wanted = {a.name: a for leaf in leaves for a in leaf.required if a.name not in data}
+    if wanted:
+        raise FlashgenError(
+            f"{owner} also needs {', '.join(map(str, wanted.values()))}",
+            write=f"--param {' '.join(f'{name}=...' for name in wanted)}",
+        )
+
+
 def _check_names(owner: str, said: Iterable[str], known: Iterable[str]) -> None:
     for name in said:
         if name not in known:
@@ -113,7 +123,9 @@ def _made(name: str, data: Mapping[str, Any]) -> Any:
         needed = [p.name for p in parameters.values() if p.default is p.empty]
         missing = [parameter for parameter in needed if parameter not in data]
         if missing:
-            raise FlashgenError(f"{name} also needs {', '.join(missing)}")
+            said = " ".join(f"{parameter}=..." for parameter in missing)
+            problem = f"{name} also needs {', '.join(missing)}"
+            raise FlashgenError(problem, write=f"--param {said}")
     return found(**data)
 
 
