@@ -420,6 +420,7 @@ class Machine:
             for_quads=lambda x: x[:, None],
             name_verdict=lambda number: None,
             any_beyond=lambda x, limit, number: not bool((x <= limit).all()),
+            log2=torch.log2, reciprocal=torch.reciprocal,
             moved=lambda x, zero: x, keys_before=_keys_before,
             keep_keys=lambda s, bits: torch.where(bits, s, -torch.inf),
             opaque=lambda x: x, pinned=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,

@@ -149,20 +149,23 @@ def test_a_blank_that_nobody_fills_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("test", "bounds"),
+    ("test", "bounds", "joins"),
     [
-        (lambda b, h, q, k: q >= k, 1),
-        (lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4)), 3),
-        (lambda b, h, q, k: (q >= k) & (k % 2 == 0), 0),
-        (lambda b, h, q, k: k <= q * 0.5, 0),
-        (lambda b, h, q, k: k + 2**40 > q, 1),
+        (lambda b, h, q, k: q >= k, 1, True),
+        (lambda b, h, q, k: (q >= k) & (q - k < 1024), 2, True),
+        (lambda b, h, q, k: (q >= k) & ((q - k < 1024) | (k < 4)), 3, False),
+        (lambda b, h, q, k: (q >= k) & (k % 2 == 0), 0, False),
+        (lambda b, h, q, k: k <= q * 0.5, 0, False),
+        (lambda b, h, q, k: k + 2**40 > q, 1, False),
     ],
 )
-def test_positions_that_become_bits_of_keys(test: Any, bounds: int) -> None:
-    """Of comparisons of a key's position with integers of the row, and of nothing else."""
+def test_positions_that_become_bits_of_keys(test: Any, bounds: int, joins: bool) -> None:
+    """Of comparisons of a key's position with integers of the row, and of nothing else. In the
+    first tile the length joins an end that there is, or is one more."""
     q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
     spec = spell(fg.Attention(mask=test)._check_look(q, q, q, {}).bound).spec
     text = hopper_forward.forward(spec, emit.Variant(64, 64)).text
-    # The first tile has the length too, and the loop of cut ones has the test once more.
-    assert text.count("hopper.keys_before(") == (2 * bounds + 1 if bounds else 0)
+    # In the first tile, and in the loop of cut ones.
+    assert text.count("hopper.keys_before(") == (2 * bounds + (not joins) if bounds else 0)
+    assert ("gl.minimum(" in text and "kv_len - 1)" in text) == joins
     assert ("kv_idx = " in text) == (not bounds)

@@ -90,13 +90,15 @@ class Cut:
     """How the pairs of a cut tile are told apart: a tile's statements for its keys, one key a
     thread, `crossing` of their names, and statements of pairs and a test that read these.
 
-    `bits`: the test for all of a thread's keys at once, where it asks for positions alone."""
+    `bits`: the test for all of a thread's keys at once, where it asks for positions alone;
+    `bits_inside`: and for keys that there are."""
 
     key_lines: tuple[str, ...]
     crossing: tuple[str, ...]
     tile_lines: tuple[str, ...]
     keep: str
     bits: str = ""
+    bits_inside: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,14 @@ class MaskMath:
         return frozenset(line.partition(" = ")[0] for line in self.lines if " = " in line)
 
 
+# Keys that there are: of a mask's first tile, whichever that is.
+_INSIDE = "hopper.keys_before(s, kv_len, first_key, 0)"
+
+
 def _mask_math(spec: Spec, variant: Variant) -> MaskMath:
     if spec.mask is None:
-        return MaskMath((), (), Cut((), (), (), "kv_idx >= 0"), None, "", frozenset())
+        inside = Cut((), (), (), "kv_idx >= 0", _INSIDE, _INSIDE)
+        return MaskMath((), (), inside, None, "", frozenset())
     forms = [spec.mask, *([cheaper.mask] if (cheaper := ordered(spec.mask)) else [])]
     exprs = [without_flags(isolate(form)) for form in forms]
     stage_of = _stages(exprs, frozenset(("q_idx",)))
@@ -154,7 +161,8 @@ def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str, of_integers: b
     crossing = _read_of(keys, [keep, *tile])
     pairs = tuple(_hidden(across(line, crossing)) for line in tile)
     bits = _as_bits(keep) if of_integers and not pairs and not crossing else ""
-    return Cut(keys, crossing, pairs, across(keep, crossing), bits)
+    inside = _bits_inside(bits) if bits else ""
+    return Cut(keys, crossing, pairs, across(keep, crossing), bits, inside)
 
 
 _COMPARED = re.compile(r"kv_idx (<=?) (\w+)|(\w+) (<=?) kv_idx")
@@ -172,6 +180,17 @@ def _bits_of(test: re.Match[str]) -> str:
     including = test[1] == "<=" if is_before else test[4] == "<"
     place = test[2] if is_before else test[3]
     return f"{'' if is_before else '~'}hopper.keys_before(s, {place}, first_key, {int(including)})"
+
+
+def _bits_inside(bits: str) -> str:
+    """The same of keys that there are: the length is one more end, or that of one that is known."""
+    first = re.search(r"(?<!~)hopper\.keys_before\(s, (\w+), first_key, ([01])\)", bits)
+    if first is None or "|" in bits or "~(" in bits:
+        return f"{_INSIDE} & ({bits})"
+    place, including = first.groups()
+    last = "kv_len - 1" if including == "1" else "kv_len"
+    before = f"hopper.keys_before(s, gl.minimum({place}, {last}), first_key, {including})"
+    return bits[: first.start()] + before + bits[first.end() :]
 
 
 def across(text: str, names: Iterable[str]) -> str:

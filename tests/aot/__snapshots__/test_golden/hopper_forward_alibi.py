@@ -202,8 +202,10 @@ def finish(
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = gl.where(l == 0.0, 1.0, l)
-    lse = m + gl.log2(divisor)
-    acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+    lse = m + hopper.log2(divisor)
+    acc0 *= gl.convert_layout(
+        hopper.reciprocal(divisor), gl.SliceLayout(1, hopper.accumulator(128))
+    )[:, None]
     # 0 x inf and 0 x NaN are NaN.
     zero = gl.zeros([64], FLOAT, ROW)
     zero += gl.convert_layout(gl.sum(acc0 * 0.0, 1), ROW)
@@ -215,6 +217,7 @@ def finish(
         part = (at - shared_row) * splits + share
         gl.store(lses_ptr + part, lse, mask=row < q_len)
         hopper.store_part(parts_ptr, acc0, part, row < q_len, 0, 128)
+    return acc0
 
 
 @gluon.jit
@@ -236,6 +239,7 @@ def consume(
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
     hopper.name_verdict(HALF)
+    is_begun = False
     slot = 0
     parity = 0
     round = 0
@@ -261,7 +265,10 @@ def consume(
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
         s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
         values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-        acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+        acc0 = hopper.warpgroup_mma(
+            hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+        )
+        is_begun = True
 
         row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
         q_idx = row[:, None] + q_offset
@@ -275,12 +282,12 @@ def consume(
         # still read what TMA would write.
         hopper.mbarrier.arrive(q_free.index(own), count=1)
         if last_block >= 0:
-            finish(
+            acc0 = finish(
                 HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, m, l, acc0,
                 out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
                 BLOCK_M,
             )
-        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+        is_begun = False
 
         # The first tile, whichever kind it is, is masked; a ragged one is the first.
         first_masked = gl.where(ragged_tiles == 0, gl.minimum(masked_tiles, 1), 0)
@@ -310,7 +317,10 @@ def consume(
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            acc0 = hopper.warpgroup_mma(
+                hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+            )
+            is_begun = True
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)
@@ -339,7 +349,10 @@ def consume(
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            acc0 = hopper.warpgroup_mma(
+                hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+            )
+            is_begun = True
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             lift = rise * (first_key + (columns & 6) - q_idx).to(FLOAT)

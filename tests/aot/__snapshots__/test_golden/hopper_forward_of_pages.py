@@ -253,8 +253,10 @@ def finish(
     at = (b * heads + h).to(gl.int64) * q_len + row
     # A row without keys: l is 0, the output 0 and the LSE -inf.
     divisor = gl.where(l == 0.0, 1.0, l)
-    lse = gl.where(l == 0.0, float("-inf"), m + gl.log2(divisor))
-    acc0 *= gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+    lse = gl.where(l == 0.0, float("-inf"), m + hopper.log2(divisor))
+    acc0 *= gl.convert_layout(
+        hopper.reciprocal(divisor), gl.SliceLayout(1, hopper.accumulator(128))
+    )[:, None]
     # 0 x inf and 0 x NaN are NaN.
     zero = gl.zeros([64], FLOAT, ROW)
     zero += gl.convert_layout(gl.sum(acc0 * 0.0, 1), ROW)
@@ -266,6 +268,7 @@ def finish(
         part = (at - shared_row) * splits + share
         gl.store(lses_ptr + part, lse, mask=row < q_len)
         hopper.store_part(parts_ptr, acc0, part, row < q_len, 0, 128)
+    return acc0
 
 
 @gluon.jit
@@ -285,6 +288,7 @@ def consume(
     p = hopper.pack(gl.zeros([64, BLOCK_N], FLOAT, SCORES), DTYPE)
     acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
     hopper.name_verdict(HALF)
+    is_begun = False
     slot = 0
     parity = 0
     round = 0
@@ -311,7 +315,10 @@ def consume(
         keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
         s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
         values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-        acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+        acc0 = hopper.warpgroup_mma(
+            hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+        )
+        is_begun = True
         kv_len = gl.load(kv_lens_ptr + b)
         q_offset = gl.load(q_offset_ptr + b * q_offset_stride).to(gl.int32)
         row = gl.maximum(block, 0) * BLOCK_M + HALF * 64 + gl.arange(0, 64, ROW)
@@ -328,11 +335,7 @@ def consume(
         last_p, last_m, last_l = p, m, l
         m = gl.full([64], NEVER, FLOAT, ROW)
         l = gl.zeros([64, 4], FLOAT, hopper.quads())
-        s = hopper.keep_keys(
-            s,
-            hopper.keys_before(s, kv_len, first_key, 0)
-            & (hopper.keys_before(s, q_idx, first_key, 1)),
-        )
+        s = hopper.keep_keys(s, hopper.keys_before(s, gl.minimum(q_idx, kv_len - 1), first_key, 1))
         m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
         m_safe = m_new
         p = gl.exp2(s * scale_log2 - m_safe[:, None])
@@ -347,12 +350,12 @@ def consume(
         hopper.mbarrier.arrive(free.index(slot), count=1)
         p = hopper.moved(next_p, heads >> 30)
         if last_block >= 0:
-            finish(
+            acc0 = finish(
                 HALF, ROW, DTYPE, last_block, last_b, last_h, last_share, last_m, last_l, acc0,
                 out_ptr, lse_ptr, spoilt_ptr, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
                 BLOCK_M,
             )
-        acc0 = gl.zeros([64, 128], FLOAT, hopper.accumulator(128))
+        is_begun = False
         slot += 1
         parity = gl.where(slot == STAGES, parity ^ 1, parity)
         slot = gl.where(slot == STAGES, 0, slot)
@@ -373,13 +376,16 @@ def consume(
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            acc0 = hopper.warpgroup_mma(
+                hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+            )
+            is_begun = True
             first_key = hopper.read(places.index(slot)) * BLOCK_N
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             tiles_left -= 1
             if tiles_left == 0:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
-            s = hopper.keep_keys(s, (hopper.keys_before(s, q_idx, first_key, 1)))
+            s = hopper.keep_keys(s, hopper.keys_before(s, q_idx, first_key, 1))
             # With the maximum so far: nothing has to be found out before the exponentials, and
             # nothing is scaled. Where weights are large, or outweigh what was there, once more with
             # their own.
@@ -420,7 +426,10 @@ def consume(
             keys = k0_tiles.index(slot).reshape([BLOCK_N, 128]).permute((1, 0))
             s = hopper.warpgroup_mma(q0, keys, s, use_acc=False, is_async=True)
             values = v0_tiles.index(slot).reshape([BLOCK_N, 128])
-            acc0 = hopper.warpgroup_mma(hopper.unpack(p, DTYPE, 128), values, acc0, is_async=True)
+            acc0 = hopper.warpgroup_mma(
+                hopper.unpack(p, DTYPE, 128), values, acc0, use_acc=is_begun, is_async=True
+            )
+            is_begun = True
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
             tiles_left -= 1
             if tiles_left == 0:
