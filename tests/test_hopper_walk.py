@@ -385,6 +385,10 @@ def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
     return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
 
 
+def braked(score, h, q_idx, kv_idx, table: fg.Tensor, brake: fg.Tensor):
+    return score + brake[h] * table[h, fg.minimum(q_idx - kv_idx, 70)]
+
+
 @fg.mask
 def distant(q_idx, kv_idx):
     return q_idx - kv_idx > 196
@@ -398,8 +402,8 @@ def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
     check(monkeypatch, fg.Attention(masks.causal, biased), tensors, grad, table=table)
     wide, wide_grad = inputs(1, 2, 1, 200, 220, 192, 64)
     check(monkeypatch, fg.Attention(masks.causal, biased), wide, wide_grad, table=table)
-    table.requires_grad_()
-    check(monkeypatch, fg.Attention(distant, biased), tensors, grad, table=table)
+    data = {"table": table.requires_grad_(), "brake": torch.tensor([0.5, -2.0])}
+    check(monkeypatch, fg.Attention(distant, braked), tensors, grad, **data)
 
 
 @fg.attention(mask=masks.causal)

@@ -10,9 +10,9 @@ from ..expr import Expr, const, leaves, make, scalar
 from ..lower import Lowered
 from ..spec import Spec
 from .gradients import Wanted, derivatives_of, place_of
-from .level import LevelText, at_far, level_text
+from .level import LevelText, at_far, level_of, level_text
 from .mask_text import needed
-from .sums import Sums, level_of_gradients, terms_of
+from .sums import Sums, terms_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def score_math(
     if slant is not None:
         found = lowered([make("mul", slant, scalar("log2e", "float"))])
         return ScoreMath(found.statements[0], helpers=found.helpers, slant=found.results[0])
-    by_score, level = derivatives_of(spec).score, level_of_gradients(spec)
+    by_score, level = derivatives_of(spec).score, level_of(spec)
+    # None of their derivatives reads what is `level`, or it would change inside a tile (`summed`).
     reads = [read for read in derivatives_of(spec).loads if read[0].attr in wanted.data]
     first = [spec.score, const(1.0) if by_score == ZERO else by_score]
     first += [level.at(spec.score), level.test] if level else []

@@ -10,7 +10,7 @@ from ..expr import Expr, leaves, walk
 from ..spec import Spec
 from . import Variant, reads_score
 from .gradients import Wanted, derivatives_of, how_added
-from .level import Level, level_of
+from .level import level_of
 
 # What a program's positions change with.
 _MOVING = {"q_idx", "kv_idx"}
@@ -71,20 +71,11 @@ def summed(spec: Spec, wanted: Wanted, variant: Variant, side: int = 0) -> Wante
         return NO_DATA
     names = tuple(name for name in wanted.data if _is_summed(spec, name, frozenset()))
     far = tuple(name for name in wanted.data if name not in names)
-    level = (
-        level_of_gradients(spec) if side == SIDE and not (variant.packed or wanted.stored) else None
-    )
+    level = level_of(spec) if side == SIDE and not (variant.packed or wanted.stored) else None
     if level is None or not all(_is_far(spec, name, level.loads) for name in far):
         far = ()
     names = names if widest > 64 else ()
     return replace(NO_DATA, data=(*names, *far), far=far, exact=wanted.exact)
-
-
-def level_of_gradients(spec: Spec) -> Level | None:
-    """`level_of`, where no derivative reads such data."""
-    level, found = level_of(spec), derivatives_of(spec)
-    read = {node for expr in (found.score, *(by for _, by in found.loads)) for node in walk(expr)}
-    return None if level is None or level.loads & read else level
 
 
 def _is_far(spec: Spec, name: str, level: frozenset[Expr]) -> bool:

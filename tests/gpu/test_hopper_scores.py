@@ -39,10 +39,19 @@ def biased(score: Any, h: Any, q_idx: Any, kv_idx: Any, table: fg.Tensor) -> Any
     return score + table[h, fg.minimum(q_idx - kv_idx, 70)]
 
 
+@fg.attention(mask=masks.causal)
+def braked(score: Any, h: Any, q_idx: Any, kv_idx: Any, table: fg.Tensor, brake: fg.Tensor) -> Any:
+    """That times what is fixed for a head."""
+    return score + brake[h] * table[h, fg.minimum(q_idx - kv_idx, 70)]
+
+
 Change = Callable[[Any, Any, dict[str, Any]], Any]
 DENSE: dict[Any, Change] = {
     alibi: lambda s, away, d: s - d["slope"][:, None, None] * away,
     biased: lambda s, away, d: s + d["table"][:, away.clamp(0, 70)],
+    braked: lambda s, away, d: (
+        s + d["brake"][:, None, None] * d["table"][:, away.clamp(0, 70)]
+    ),
     gate: lambda s, away, d: s * torch.tanh(s * d["slope"][:, None, None]),
     warm: lambda s, away, d: 20.0 * torch.tanh(
         (d["heat"] * (s - d["slope"][:, None, None] * away) + s * d["slope"][0]) / 20.0
@@ -83,8 +92,10 @@ def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], 
     tensors = [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
     # Steep: distances that have weight multiply what rounding a row's output costs its slope.
     data = {"slope": torch.tensor([0.5, 0.3, 0.2, 0.1], device="cuda").requires_grad_()}
-    if attend is biased:
+    if attend in (biased, braked):
         data = {"table": torch.randn(H, 71, device="cuda", requires_grad=True)}
+    if attend is braked:
+        data["brake"] = torch.tensor([0.5, -1.0, 2.0, 0.0], device="cuda")
     if attend is warm:
         data["heat"] = torch.tensor(1.3, device="cuda").requires_grad_()
     return tensors, data
@@ -100,7 +111,8 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
     given = [x.detach().clone() for x in tensors]
     for x in given[1:] if unseen else ():
         x[:, :, S:] = math.nan
-    every = [*(x.requires_grad_() for x in given), *data.values()]
+    own = [name for name, x in data.items() if x.requires_grad]
+    every = [*(x.requires_grad_() for x in given), *(data[name] for name in own)]
     options = {"backend": "hopper", "deterministic": deterministic, "q_offset": offset}
     out = attend(*given, **data, **options)
     grad = torch.randn_like(out)
@@ -110,9 +122,10 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
         exact = [x.detach().to(kind).requires_grad_() for x in (*tensors, *data.values())]
         named = dict(zip(data, exact[3:], strict=True))
         result = dense(attend, *exact[:3], named, offset)
-        return [result, *torch.autograd.grad(result, exact, grad.to(kind))]
+        wanted = [*exact[:3], *(named[name] for name in own)]
+        return [result, *torch.autograd.grad(result, wanted, grad.to(kind))]
 
-    names = ("out", "q", "k", "v", *data)
+    names = ("out", "q", "k", "v", *own)
     everything = right(torch.float64)
     for name, mine, exact, eager in zip(names, got, everything, right(dtype), strict=True):
         error, theirs = ((x.double() - exact).norm() for x in (mine, eager))
@@ -125,7 +138,7 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
 
 
 @pytest.mark.parametrize("D", [128, 64])
-@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "biased", "gate", "warm"))
+@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "biased", "braked", "gate", "warm"))
 def test_gradients(attend: Any, D: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check(attend, D, dtype)
