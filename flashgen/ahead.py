@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +27,16 @@ from .records import tape
 # More threads than this wait for the interpreter's lock rather than for compilers.
 _MOST_THREADS = 12
 
+# How much of a kernel's size counts, and what counts of the one that is begun.
+_share: ContextVar[float] = ContextVar("flashgen_share", default=1.0)
+_size: ContextVar[float] = ContextVar("flashgen_size", default=0.0)
 # The device for which launches are gathered.
 _gathering: ContextVar[torch.device | None] = ContextVar("flashgen_gathering", default=None)
 # What keeps what the launch's kernel is compiled to.
 _keep: ContextVar[Callable[[Any], bool] | None] = ContextVar("flashgen_keep", default=None)
-# Kernels that are to be compiled once Triton knows what it is.
-_waiting: ContextVar[list[Callable[[], None]]] = ContextVar("flashgen_waiting")
+# Kernels that are to be compiled once Triton knows what it is: sizes of texts, and what begins it.
+_Waiting = list[tuple[float, Callable[[], None]]]
+_waiting: ContextVar[_Waiting] = ContextVar("flashgen_waiting")
 _lock = threading.Lock()
 _seen: set[Any] = set()
 # What Triton promised of each kernel, by its id: modules keep kernels for good.
@@ -82,6 +86,17 @@ def _is_watched(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+@contextlib.contextmanager
+def behind(share: float) -> Iterator[None]:
+    """Kernels that are begun here stand behind those that are larger than such a share of theirs;
+    0: behind all."""
+    before = _share.set(share * _share.get())
+    try:
+        yield
+    finally:
+        _share.reset(before)
+
+
 def begin(
     kernel: Any,
     arguments: Sequence[Any],
@@ -92,17 +107,22 @@ def begin(
 
     There, `keep(compiled)` says whether that is all a launch needs."""
     waiting = _waiting.get()
-    waiting.append(functools.partial(_begin, kernel, arguments, options, keep))
+    size = _share.get() * getattr(kernel, "size", 1)
+    waiting.append((size, functools.partial(_begin, kernel, arguments, options, keep, size)))
     if all(one.done() for one in _identify()):
         _begin_all(waiting)
 
 
-def _begin_all(waiting: list[Callable[[], None]]) -> None:
-    """Compile what waits for Triton to know itself."""
+def _begin_all(waiting: _Waiting) -> None:
+    """Compile what waits for Triton to know itself, the largest first."""
     for one in _identify() if waiting else ():
         one.result()
+    waiting.sort(key=lambda one: one[0])
     while waiting:
-        waiting.pop(0)()
+        size, work = waiting.pop()
+        # Importing a text and binding its arguments is Python too.
+        with _turns.turn(size):
+            work()
 
 
 def _begin(
@@ -110,11 +130,13 @@ def _begin(
     arguments: Sequence[Any],
     options: Mapping[str, Any],
     keep: Callable[[Any], bool],
+    size: float,
 ) -> None:
-    keeping = _keep.set(keep)
+    keeping, sizing = _keep.set(keep), _size.set(size)
     try:
         promised = kernel.warmup(*arguments, grid=(1,), **options)
     finally:
+        _size.reset(sizing)
         _keep.reset(keeping)
     # What is compiled already is no promise.
     if isinstance(getattr(promised, "future", None), Future):
@@ -178,7 +200,7 @@ class _Pool(ThreadPoolExecutor):
     """Threads that compile; Triton hands over what does it."""
 
     def submit(self, function: Any, /, *args: Any, **keywords: Any) -> Future[Any]:
-        _take_turns(function)
+        _take_turns(function, _size.get())
         return super().submit(_loaded, function, _gathering.get(), _keep.get())
 
 
@@ -187,11 +209,11 @@ class _Turns:
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._waiting: list[int] = []
+        self._waiting: list[float] = []
         self._is_held = False
 
     @contextlib.contextmanager
-    def turn(self, size: int) -> Iterator[None]:
+    def turn(self, size: float) -> Iterator[None]:
         with self._free:
             self._waiting.append(size)
             self._free.wait_for(lambda: not self._is_held and size == max(self._waiting))
@@ -208,18 +230,31 @@ class _Turns:
 _turns = _Turns()
 
 
-def _take_turns(compile_it: Callable[[], Any]) -> None:
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Parsing makes many objects and drops few, so that Python looks for cycles again and again
+    among all that PyTorch and Triton hold: up to a fifth of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _take_turns(compile_it: Callable[[], Any], size: float) -> None:
     """Let kernels be parsed one after the other, the largest first: that is done in Python, whose
     lock it takes, so that the longest compilation would begin last if all were parsed at once.
 
     Where Triton's function is another one than is known here, all are."""
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
         source = inspect.getclosurevars(compile_it).nonlocals["src"]
-        loader: Any = sys.modules[source.fn.__module__].__loader__
-        parse, size = source.make_ir, len(loader.text)
+        parse = source.make_ir
 
         def parse_in_turn(*given: Any, **more: Any) -> Any:
-            with _turns.turn(size):
+            with _turns.turn(size), _without_collections():
                 return parse(*given, **more)
 
         source.make_ir = parse_in_turn

@@ -15,6 +15,7 @@ class Kernels:
         self._made = (name, text, parts)
         self._kernels: dict[str, Kernel] = {}
         self.key = cache.key_of(text, parts)
+        self.size = len(text)
 
     @property
     def module(self) -> ModuleType:
@@ -34,6 +35,8 @@ class Kernel:
         self._kernels = kernels
         self.name = name
         self.key = (kernels.key, name)
+        # Of the module's text.
+        self.size = kernels.size
         # By what a launch asks for: what was found, or None of what only Triton launches.
         self.known: dict[Any, Any] = {}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import data_gradients
+from .. import ahead, data_gradients
 from ..dropout import Dropout
 from ..emit.gradients import Wanted, ignores_score
 from ..emit.sums import NO_DATA, summed
@@ -144,7 +144,9 @@ def backward(
     run.prepare()
     if on_hopper:
         run.on_hopper(grads, deterministic, division.added)
-    run.portable(grads)
+    # What repairs is compiled behind what it repairs.
+    with ahead.behind(0.5 if on_hopper else 1.0):
+        run.portable(grads)
     if on_hopper and division.rest:
         Run(saved, division.alone, *call, prepared=run).portable(grads)
     of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from pathlib import Path
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from triton import knobs
 
-from flashgen import ahead, cache, launch
+from flashgen import ahead, binaries, cache, launch
 from flashgen.aot import compiling_for
 from flashgen.tiling import Tiling
 
@@ -83,12 +85,52 @@ def test_kernels_are_parsed_in_turns(compiled: list[str], monkeypatch: pytest.Mo
             return super().turn(size)
 
     monkeypatch.setattr(ahead, "_turns", Turns())
-    made = kernel(11)
+    texts = [TEXT.format(number=number) for number in (11, 1100)]
+    first, last = (binaries.Kernels("add", text, launch.key_parts()).add for text in texts)
+
+    def work() -> None:
+        with ahead.behind(0):
+            launched(last)
+        launched(first)
+
     with compiling_for("sm_90"), knobs.compilation.scope():
         knobs.compilation.always_compile = True
-        ahead.once("kind", torch.device("cpu"), lambda: launched(made))
-        ahead.wait(made)
-    assert sizes == [len(Path(made.fn.__code__.co_filename).read_text())]
+        ahead.once("kind", torch.device("cpu"), work)
+        for one in (first, last):
+            ahead.wait(one)
+    # To begin it, and to parse it.
+    assert sorted(sizes) == [0, 0, len(texts[0]), len(texts[0])]
+
+
+def test_the_largest_begins_first(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that wait until Triton knows what it is, by what counts of their sizes."""
+    known: Future[None] = Future()
+    monkeypatch.setattr(ahead, "_identify", lambda: (known,))
+    begun: list[int] = []
+
+    def work() -> None:
+        for size in (5, 9, 7):
+            one = SimpleNamespace(size=size, warmup=lambda grid, size=size: begun.append(size))
+            with ahead.behind(0.5 if size == 9 else 1):
+                ahead.begin(one, (), {}, lambda compiled: True)
+        assert not begun
+        known.set_result(None)
+
+    ahead.once("kind", torch.device("cpu"), work)
+    assert begun == [7, 5, 9]
+
+
+@pytest.mark.parametrize("searching", [True, False])
+def test_no_search_for_cycles(searching: bool) -> None:
+    """While a kernel is parsed; then as before."""
+    if not searching:
+        gc.disable()
+    try:
+        with ahead._without_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() == searching
+    finally:
+        gc.enable()
 
 
 def test_what_work_would_launch_is_compiled(compiled: list[str]) -> None:
