@@ -128,7 +128,8 @@ class Attention:
             schedule: one made before by `.schedule(...)` for these lengths, offset and mask.
             deterministic: gradients equal bit by bit from run to run.
             backend: `auto`, `cpu`, `interpret`, `portable` or `hopper`.
-            sinks: [Hq], where `sinks=True` was declared.
+            sinks: [Hq], where `sinks=True` was declared; finite or -inf (the cpu backend takes inf
+                for the largest number: output 0).
             kv_lens: [B] integers, how many keys of each sequence are valid.
             cu_seqlens_q, cu_seqlens_kv: int32 [B + 1], packed sequences: q [Tq, Hq, D] holds
                 those of b from cu_seqlens_q[b] to cu_seqlens_q[b + 1], k, v [Tk, Hkv, D] alike.

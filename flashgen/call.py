@@ -113,7 +113,8 @@ def check(
         raise FlashgenError("there is no value tensor", call=text, write="attend(q, k, v)")
     check_mix(text, storage)
     if transforms.are_active():
-        transforms.refuse_mapped(q, k, v, *storage.given().values(), *data.values())
+        given_tensors = (q, k, v, *storage.given().values(), *data.values())
+        transforms.refuse_mapped(*given_tensors, call=text)
     q, k, v = given = autocast(q, k, v)
     _check_inputs(text, q, k, v, storage)
     q, k, v = views(storage, *given)

@@ -185,11 +185,12 @@ def _offset_error(problem: str, batch: int, call: object) -> FlashgenError:
     )
 
 
-def refuse_paged(geometry: Geometry) -> None:
+def refuse_paged(geometry: Geometry, call: object | None = None) -> None:
     """Where gradients are asked for. Raises FlashgenError."""
     if geometry.pages is not None:
         raise FlashgenError(
             "a gradient of attention over a paged cache is asked for, and there is none",
+            call=call,
             write="torch.no_grad() around the call; to train, keys and values in dense or packed "
             "tensors",
         )

@@ -147,7 +147,9 @@ def attention_reference(
     allowed = torch.ones_like(scores, dtype=torch.bool) if mask is None else mask
     scores = torch.where(allowed, scores, -torch.inf)
     if sinks is not None:
-        column = sinks.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        # inf counts as the largest number.
+        most = torch.finfo(torch.float64).max
+        column = sinks.double().clamp(max=most).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
     safe = torch.where(lse == -torch.inf, 0.0, lse)

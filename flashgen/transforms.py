@@ -56,19 +56,20 @@ def bare_geometry(geometry: Geometry) -> Geometry:
     )
 
 
-def refuse_mapped(*tensors: Any) -> None:
+def refuse_mapped(*tensors: Any, call: object | None = None) -> None:
     """Raises FlashgenError if one of them is mapped: by `torch.vmap`, or by autograd's
     `is_grads_batched`."""
     for x in tensors:
         if not isinstance(x, torch.Tensor):
             continue
         if _functorch.is_batchedtensor(x) or _functorch.is_legacy_batchedtensor(x):
-            raise mapped()
+            raise mapped(call)
 
 
-def mapped() -> FlashgenError:
+def mapped(call: object | None = None) -> FlashgenError:
     """The error for a mapped attention."""
     return FlashgenError(
         "attention is mapped by torch.vmap, for which it has no rule",
+        call=call,
         write="the mapped dimension as part of the batch B, or a loop over it",
     )

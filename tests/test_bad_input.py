@@ -258,3 +258,25 @@ def test_names_that_collide():
         return q_idx < scale
 
     refused(lambda: fg.mask(reserved), "scale is a name of the call's own arguments")
+
+
+def test_one_sequence_asks_for_data_of_one():
+    doc = DOC.repeat(2, 1)
+    one = [x[:1] for x in tensors()]
+    for work, write in (
+        (lambda: masks.document.dense(S, S, doc=doc), "instead: batch=4, or doc with 1 element "),
+        (lambda: fg.Attention(masks.document)(*one, doc=doc), "instead: doc with 1 element along"),
+    ):
+        refused(work, "doc has shape [4, 64]", "needs a length of 1\n", write)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "write"),
+    [
+        (lambda b, h, i, j: no_such_name < i, "NameError", "a name that is defined"),  # noqa: F821
+        (lambda b, h, i, j: i < 1 // 0, "ZeroDivisionError", "Python stopped it"),
+        (lambda b, h, i, j: i.detach() < j, "no `.detach`: it is one number", "element-wise"),
+    ],
+)
+def test_what_stops_a_function(function, problem, write):
+    refused(lambda: fg.Attention(function)(*tensors()), "(q=[2, 4, 64, 16]", problem, write)

@@ -28,9 +28,12 @@ from cpu_calls import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flashgen as fg
+from flashgen import masks
 from flashgen.cpu.blocks import split
 from flashgen.geometry import Geometry
 from flashgen.ops import attention, engine
+from flashgen.reference import attention_reference
 from flashgen.schedule import Schedule
 from flashgen.spec import Program, mask
 
@@ -311,3 +314,17 @@ def test_memory_is_linear() -> None:
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     )
     assert int(result.stdout) < 128
+
+
+def test_a_sink_of_infinity_takes_all_the_weight():
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    sinks = torch.tensor([INF, 0.5], requires_grad=True)
+    out, lse = fg.Attention(masks.causal, sinks=True)(q, k, v, sinks=sinks, return_lse=True)
+    assert not out[0, 0].any()
+    assert (lse[0, 0] == torch.finfo(torch.float32).max).all()
+    right, _ = attention_reference(q, k, v, mask=masks.causal.dense(9, 9), sinks=sinks)
+    torch.testing.assert_close(out, right.float())
+    grads = torch.autograd.grad(out.square().sum(), [q, k, v, sinks])
+    assert all(g.isfinite().all() for g in grads)
+    assert not any(g[0, 0].any() for g in grads[:3])
+    assert grads[3][0] == 0

@@ -347,6 +347,31 @@ def test_modules_copy_and_pickle() -> None:
     assert set(block.state_dict()) == {"project.weight", "project.bias", "slope"}
 
 
+class Methods(torch.nn.Module):
+    """An attention that is made of the module's own methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.width = torch.nn.Parameter(torch.rand(H)), 5
+        self.attend = fg.Attention(self.near, self.weighted)
+
+    def near(self, q_idx: Any, kv_idx: Any) -> Any:
+        return (kv_idx <= q_idx) & (q_idx - kv_idx < self.width)
+
+    def weighted(self, score: Any, h: Any) -> Any:
+        return score * self.weight[h]
+
+
+def test_methods_of_modules_pickle_with_their_module() -> None:
+    module, x = Methods(), [torch.randn(B, H, S, D)] * 3
+    twin = pickle.loads(pickle.dumps(module))
+    assert torch.equal(twin.attend(*x), module.attend(*x))
+    assert torch.equal(pickle.loads(pickle.dumps(module.attend))(*x), module.attend(*x))
+    with torch.no_grad():
+        twin.weight.mul_(2)
+    assert not torch.equal(twin.attend(*x), module.attend(*x))
+
+
 def test_deterministic_algorithms_fill_what_is_unwritten() -> None:
     inputs = [*leaves(), torch.rand(H, requires_grad=True)]
     plain = torch.autograd.grad(call(*inputs).sum(), inputs)

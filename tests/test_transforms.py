@@ -89,3 +89,27 @@ def test_operators_have_no_rule_for_transforms() -> None:
         gradient(torch.randn(B, H, S, D))
     with pytest.raises(Exception, match="in a graph attention is an operator"):
         torch.compile(gradient, backend="eager", fullgraph=True)(torch.randn(B, H, S, D))
+
+
+def _paged() -> Any:
+    q, pages = torch.ones(B, H, S, D, requires_grad=True), torch.ones(2, S, H, D)
+    table, lens = torch.tensor([[0], [1]], dtype=torch.int32), LENS.int()
+    return CAUSAL(q, pages, pages, page_table=table, kv_lens=lens).sum().backward()
+
+
+def _twice() -> Any:
+    x = torch.ones(B, H, S, D, requires_grad=True)
+    (first,) = torch.autograd.grad(CAUSAL(x, x, x).sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.parametrize("work", [_paged, _twice, _batched_gradients, MAPPED["lengths"]])
+def test_what_is_refused_late_restates_the_call(work: Callable[[], Any]) -> None:
+    with pytest.raises(FlashgenError, match=r"^causal\(q=\[2, 2, 12, 8\] fp32, k=\[2, 2, 12, 8\]"):
+        work()
+
+
+def test_forward_derivatives_are_refused() -> None:
+    x = torch.randn(B, H, S, D)
+    with pytest.raises(FlashgenError, match=r"^causal\(q, k, v, ...\): a forward-mode derivative"):
+        torch.func.jvp(lambda x: CAUSAL(x, x, x), (x,), (x,))

@@ -37,6 +37,7 @@ class Walk:
         deterministic: bool = False,
     ) -> None:
         self._bound, self.geometry, self._schedule = bound, geometry, schedule
+        self.name = bound.spec.name
         self._scale, self._softcap, self._dropout = scale, softcap, dropout
 
     @cached_property
@@ -112,4 +113,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_of(sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    return None if sinks is None else sinks.to(dtype).reshape(1, -1, 1)
+    """A sink of inf counts as the largest number, which takes all the weight of its rows."""
+    if sinks is None:
+        return None
+    return sinks.to(dtype).clamp(max=torch.finfo(dtype).max).reshape(1, -1, 1)

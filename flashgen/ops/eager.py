@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad as fwAD
 
 from .. import transforms
-from ..errors import FlashgenError
+from ..errors import CallText, FlashgenError
 from ..geometry import refuse_paged
 from ..launch.backward import Saved
 from .engine import Engine, Gradients, no_autocast
@@ -67,13 +67,14 @@ class _Function(torch.autograd.Function):
     """What neither direction has: rules for vmap and for forward derivatives."""
 
     @staticmethod
-    def vmap(*_: Any) -> Any:
-        raise transforms.mapped()
+    def vmap(info: Any, in_dims: Any, made: Engine, *inputs: Any) -> Any:
+        raise transforms.mapped(_restated(made, *inputs))
 
     @staticmethod
-    def jvp(*_: Any) -> Any:
+    def jvp(ctx: Any, *_: Any) -> Any:
         raise FlashgenError(
             "a forward-mode derivative of attention is asked for, and there are only gradients",
+            call=f"{ctx.made.name}(q, k, v, ...)",
             write="torch.autograd.grad or torch.func.grad; for forward mode, plain PyTorch "
             "operations on the dense mask (`mask.dense(q_len, kv_len)`)",
         )
@@ -97,9 +98,13 @@ class _Attention(_Function):
         needed = ctx.needs_input_grad
         if grad_out is None and grad_lse is None:
             return (None,) * len(needed)
-        refuse_paged(ctx.made.geometry)
-        transforms.refuse_mapped(grad_out, grad_lse)
         saved = ctx.saved_tensors[: len(needed) + 1]
+        try:
+            refuse_paged(ctx.made.geometry)
+            transforms.refuse_mapped(grad_out, grad_lse)
+        except FlashgenError as error:
+            error.call = str(_restated(ctx.made, *saved))
+            raise
         given = (ctx.made, needed[1:], grad_out, grad_lse, *saved)
         # Only where the gradient gets a graph is there a use for a function, whose backward is an
         # error.
@@ -148,17 +153,25 @@ class _Gradients(_Function):
     forward = staticmethod(_gradients)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        made, _, _, _, *saved = inputs
+        ctx.made, ctx.text = made, str(_restated(made, *saved))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise twice()
+        raise twice(ctx.text)
 
 
-def twice() -> FlashgenError:
+def _restated(made: Engine, q: Any, k: Any, v: Any, *_: Any) -> CallText:
+    """The call as kernels see it."""
+    return CallText(made.name, {"q": q, "k": k, "v": v})
+
+
+def twice(call: object | None = None) -> FlashgenError:
     """The error for a second derivative."""
     return FlashgenError(
         "the gradient of attention is differentiated again, and has no derivative here",
+        call=call,
         write="create_graph=False; for second derivatives, plain PyTorch operations on the "
         "dense mask (`mask.dense(q_len, kv_len)`)",
     )

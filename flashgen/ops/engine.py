@@ -30,6 +30,7 @@ Gradients = tuple["torch.Tensor | None", ...]
 class Engine(Protocol):
     """A call apart from the tensors that autograd holds: q, k, v, sinks, and the spec's data."""
 
+    name: str
     geometry: Geometry
 
     def forward(
@@ -104,6 +105,7 @@ class Kernels:
         self._batch_invariant = batch_invariant
         self._hopper = hopper
         self._bound, self._deterministic = spell(bound), deterministic
+        self.name = bound.spec.name
         self.geometry = arguments["geometry"]
         schedule: Schedule | None = arguments.pop("schedule")
         # None of an engine that waits for one.

@@ -185,7 +185,7 @@ def _gradients(
     places = known.places
     names = ("sinks", *(f"data {tensor.name}" for tensor in known.spec.tensors))
     flags = [name in places and needed[3 + places[name]] for name in names]
-    refuse_paged(call.geometry)
+    refuse_paged(call.geometry, call.text)
     is_packed = call.geometry.packing is not None
     saved = Saved(call.q, call.k, call.v, out, lse, grad_out, grad_lse)
     if is_packed:

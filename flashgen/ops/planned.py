@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ..geometry import Geometry
 from ..launch import precision_of
 from ..launch.backward import Saved
 from ..records.tape import Tapes
@@ -28,7 +27,7 @@ class Planned:
     def __init__(
         self, kernels: Kernels, bound: Bound, block: tuple[int, int], tapes: Tapes
     ) -> None:
-        self.geometry: Geometry = kernels.geometry
+        self.name, self.geometry = kernels.name, kernels.geometry
         self._kernels, self._block, self._tapes = kernels, block, tapes
         self._bound = Bound(bound.spec, bound.scalars, {})
         self._tiles: Sequence[torch.Tensor] = ()

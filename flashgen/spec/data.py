@@ -62,14 +62,24 @@ def _check_not_empty(bound: Bound, extents: Mapping[str, int | None], call: obje
 def _length_error(
     name: str, tensor: torch.Tensor, dim: int, symbol: str, extent: int, call: object
 ) -> FlashgenError:
-    allowed = f"{extent} or 1" if symbol in BROADCAST else f"at least {extent}"
+    allowed = f"at least {extent}"
+    if symbol in BROADCAST:
+        allowed = f"{extent} or 1" if extent != 1 else "1"
     why = "" if symbol in BROADCAST else " (positions are absolute: the largest, plus 1)"
     return FlashgenError(
         f"{name} has shape {list(tensor.shape)}; its dimension {dim} is indexed by {symbol} and "
         f"needs a length of {allowed}{why}",
         call=call,
-        write=f"{name} with {extent} elements along dimension {dim}",
+        write=_enough(name, tensor.shape[dim], dim, symbol, extent, call),
     )
+
+
+def _enough(name: str, size: int, dim: int, symbol: str, extent: int, call: object) -> str:
+    write = f"{name} with {extent} element{'s' if extent > 1 else ''} along dimension {dim}"
+    asked = {"b": "batch", "h": "heads"}.get(symbol)
+    if asked and ".dense(" in str(call):
+        return f"{asked}={size}, or {write}"
+    return write
 
 
 @functools.lru_cache(maxsize=1024)

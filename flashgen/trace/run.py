@@ -187,8 +187,17 @@ def _run(function: Function, arguments: dict[str, Any]) -> Any:
         raise FlashgenError(
             f"{function.name} can't be run on symbols: {type(error).__name__}: {error}",
             line=SourceLine.of_caller(function.function, error) or function.line,
-            write="element-wise arithmetic on the symbols: comparisons, & | ~, fg.where, ...",
+            write=_instead(error),
         ) from error
+
+
+def _instead(error: Exception) -> str:
+    """What to write where Python itself has stopped a function."""
+    if isinstance(error, NameError):
+        return "a name that is defined where the function is, and when it is called"
+    if isinstance(error, (ZeroDivisionError, RecursionError, ImportError, AssertionError, OSError)):
+        return "a function that runs: Python stopped it, whatever the symbols are"
+    return "element-wise arithmetic on the symbols: comparisons, & | ~, fg.where, ..."
 
 
 def _result(function: Function, recorder: Recorder, result: Any, wants: str) -> Expr:

@@ -82,9 +82,11 @@ class Function:
         return self
 
     def __reduce__(self) -> Any:
+        if inspect.ismethod(self.function):
+            # As Python pickles it: with its object, whose class is found by name.
+            return _restore_method, (self.function.__self__, self.function.__name__, self._wants)
         module = getattr(self.function, "__module__", None)
         path = getattr(self.function, "__qualname__", "")
-        wants = "score" if any(p.role == "score" for p in self.parameters) else "mask"
         found = _find(module, path)
         if _function_of(found) is not self.function:
             raise FlashgenError(
@@ -92,7 +94,11 @@ class Function:
                 line=self.line,
                 write="the function at the top level of a module",
             )
-        return _restore, (module, path, wants)
+        return _restore, (module, path, self._wants)
+
+    @property
+    def _wants(self) -> Literal["mask", "score"]:
+        return "score" if any(p.role == "score" for p in self.parameters) else "mask"
 
 
 def _definition(function: Callable[..., Any]) -> SourceLine | None:
@@ -122,6 +128,10 @@ def _function_of(found: Any) -> Any:
 def _restore(module: str, path: str, wants: Literal["mask", "score"]) -> Function:
     __import__(module)
     return Function.of(_function_of(_find(module, path)), wants)
+
+
+def _restore_method(of: Any, name: str, wants: Literal["mask", "score"]) -> Function:
+    return Function.of(getattr(of, name), wants)
 
 
 def _read(function: Callable[..., Any], wants: Literal["mask", "score"]) -> Function:

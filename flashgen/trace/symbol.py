@@ -45,7 +45,7 @@ class Symbol:
             raise AttributeError(name)
         if name not in METHODS:
             reject(
-                f"a symbol has no `.{name}`: its value is known only on the device",
+                f"a symbol has no `.{name}`: it is one number of a kernel, not a tensor",
                 "element-wise arithmetic: comparisons, & | ~, fg.where, fg.minimum, ...",
             )
         return lambda *args, **kwargs: call(self.recorder, name, (self, *args), kwargs)
