@@ -76,7 +76,7 @@ def refuse_transforms(label: str) -> None:
 @_constant
 @_outside_modes()
 def declare(
-    label: str, names: tuple[Any, ...], how: tuple[Any, ...], late: bool, *shape: Any
+    label: str, names: tuple[Any, ...], how: tuple[Any, ...], by_dynamo: bool, *shape: Any
 ) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]:
     """Trace the declaration for data of these kinds, and register what operators must know.
 
@@ -84,12 +84,13 @@ def declare(
     a given schedule was made for, and how many lists of runs are made; `shape`: what
     `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
     the tensors that the declaration holds itself, and the tile.
-    Raises FlashgenError for data that don't fit the declaration; `late`: the operator does, when
+    Raises FlashgenError for data that don't fit the declaration; for Dynamo the operator does, when
     it runs, and there is no tile."""
     try:
         return _declared(label, names, how, *shape)
     except FlashgenError as error:
-        if not late:
+        # Asked here, where Dynamo doesn't answer for it.
+        if not by_dynamo or torch.compiler.is_exporting():
             raise
         return _refuse(Program.called(label).name, names, error)
 

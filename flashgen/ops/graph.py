@@ -11,6 +11,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .. import transforms
 from ..schedule import Schedule
@@ -77,7 +78,9 @@ def attend(
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, tile = declare(program.label, call.names, how, _is_late(), *shape)
+    digest, given, kept, tile = declare(
+        program.label, call.names, how, is_dynamo_compiling(), *shape
+    )
     tensors, ints = call.lists(given, kept)
     if tile is None:
         tail, lengths = [], []
@@ -120,7 +123,9 @@ def plan(
     call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, block = declare(program.label, call.names, how, _is_late(), *shape)
+    digest, given, kept, block = declare(
+        program.label, call.names, how, is_dynamo_compiling(), *shape
+    )
     if block is None:
         # Refused, and so is the call itself.
         return [], None
@@ -194,11 +199,6 @@ def _shape_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, .
     spread = tuple(name for name, size in sizes.items() if size > 1)
     # Head dimensions and what is baked in are constants of a graph: `index` makes them so.
     return spread, q.dtype, q.device, index(q.shape[-1]), index(v.shape[-1])
-
-
-def _is_late() -> bool:
-    """Whether Dynamo makes a graph that runs in this process."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
 def _wants_gradient(*tensors: torch.Tensor) -> bool:
