@@ -43,11 +43,13 @@ def choose(
     dropout: bool = False,
     geometry: Geometry | None = None,
     heads: MLA | None = None,
+    doubles: bool = False,
 ) -> Choice:
     """Resolve `auto`, and refuse what can't run. Raises FlashgenError.
 
     `tensors`: q, k and v; `schedule`: the one that is given; `dropout`: whether weights are
-    dropped; where the tensors lie, and whether heads are latent: Hopper's kernels want to know."""
+    dropped; where the tensors lie, whether heads are latent, and whether the mask reads `doubles`:
+    Hopper's kernels want to know."""
     if backend not in NAMES:
         raise FlashgenError(
             f"there is no backend {show(backend)}", call=call, write=f"one of {', '.join(NAMES)}"
@@ -66,6 +68,8 @@ def choose(
             no_hopper = launch_hopper.obstacle(device, dtype, tensors, schedule, geometry)
         if dropout and not no_hopper:
             no_hopper = "Hopper's kernels have no dropout"
+        if doubles and not no_hopper:
+            no_hopper = "Hopper's kernels compare no float64 data in a mask"
     if backend == "auto":
         backend, why = "hopper", "generated Gluon kernels for sm_90"
         if no_hopper:
@@ -113,6 +117,7 @@ def choose_for(backend: str, call: Call, schedule: Schedule | None = None) -> Ch
         dropout=call.dropout is not None,
         geometry=call.geometry,
         heads=call.bound.spec.heads,
+        doubles=call.bound.spec.reads_doubles,
     )
 
 

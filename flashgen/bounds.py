@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .expr import Expr, const, extent, leaves, make, walk
+from .expr import FLOATS, Expr, const, extent, leaves, make, walk
 
 Side = Literal["", "q", "kv", "both"]
 Interval = tuple["Expr | None", "Expr | None"]
@@ -193,7 +193,7 @@ class _Rules:
     def _bound_abs(self, expr: Expr) -> Interval:
         low, high = self.interval(expr.args[0])
         if low is None or high is None:
-            return (None, None) if expr.kind == "float" else (const(0), None)
+            return (None, None) if expr.kind in FLOATS else (const(0), None)
         reach = make("maximum", make("neg", low), high)
         nearest = make("maximum", low, make("neg", high))
         return self._cut(make("maximum", nearest, const(0)), expr), reach
@@ -262,7 +262,7 @@ class _Rules:
         source = expr.args[0]
         if expr.kind == "int" and (leaves(source, "load") or leaves(source, "scalar")):
             # NaN and infinity have no integer that an interval would know of.
-            if source.kind == "float":
+            if source.kind in FLOATS:
                 return None, None
         low, high = reversed(self.truth(source)) if source.kind == "bool" else self.interval(source)
         return _cast(low, expr), _cast(high, expr)
@@ -295,7 +295,7 @@ def _is_simple_comparison(expr: Expr) -> bool:
 
 def _may_hide_nan(*operands: Expr) -> bool:
     """A float made of both sides; a summary of one side is NaN itself where a NaN is below it."""
-    return any(x.kind == "float" and side(x) == "both" for x in operands)
+    return any(x.kind in FLOATS and side(x) == "both" for x in operands)
 
 
 def _is_positive(expr: Expr) -> bool:

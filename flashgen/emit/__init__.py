@@ -153,7 +153,7 @@ def identifiers() -> frozenset[str]:
 
 def data_arguments(spec: Spec, variant: Variant) -> list[str]:
     """The kernel's arguments for scalars and tensors, annotated so that values never specialise."""
-    types = {"float": "tl.float32", "bool": "tl.int32"}
+    types = {"float": "tl.float32", "double": "tl.int64", "bool": "tl.int32"}
     arguments = [
         f"{s.name}: "
         + (types.get(s.kind) or ("tl.int64" if s.name in variant.wide else "tl.int32"))

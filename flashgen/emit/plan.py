@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..bounds import TileRule, tile_rule
-from ..expr import Expr, cast, leaves
+from ..expr import FLOATS, Expr, cast, leaves
 from ..lower import Lowered, Widths, lower
 from ..spec import Spec
 from . import (
@@ -173,8 +173,8 @@ def _summaries(rule: TileRule, spec: Spec, variant: Variant) -> tuple[Summary, .
         side, expr = node.attr[0], node.args[0]
         if (side, expr) in found:
             continue
-        if expr.kind == "float":
-            dtype = torch.float32
+        if expr.kind in FLOATS:
+            dtype = torch.float64 if expr.kind == "double" else torch.float32
         else:
             dtype = torch.int64 if widths.is_wide(expr) else torch.int32
         name = f"{side}_summary_{sum(s == side for s, _ in found)}"
@@ -246,10 +246,11 @@ def _batch_indices(summaries: list[Summary], variant: Variant) -> frozenset[str]
 
 def _spread_nan(summary: Summary, text: str) -> str:
     """A NaN anywhere in a tile makes both of its summaries NaN: they leave the tile open."""
-    if summary.expr.kind != "float":
+    if summary.expr.kind not in FLOATS:
         return f"{text} + tl.zeros([BLOCK], tl.int32)"
     has_nan = f"tl.max(({text} != {text}).to(tl.int32), 0) > 0"
-    return f'tl.where({has_nan}, float("nan"), {text}) + tl.zeros([BLOCK], FLOAT)'
+    dtype = "tl.float64" if summary.expr.kind == "double" else "FLOAT"
+    return f'tl.where({has_nan}, float("nan"), {text}) + tl.zeros([BLOCK], {dtype})'
 
 
 def _side_helpers(side: Side) -> frozenset[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .build import (
     cast,
     const,
+    in_double,
     index,
     load,
     make,
@@ -12,10 +13,11 @@ from .build import (
     score,
 )
 from .evaluate import Env, evaluate
-from .node import INDEX_NAMES, Expr, Kind, extent, leaves, substitute, walk
+from .node import FLOATS, INDEX_NAMES, Expr, Kind, extent, leaves, substitute, walk
 from .text import format_expr
 
 __all__ = [
+    "FLOATS",
     "INDEX_NAMES",
     "Env",
     "Expr",
@@ -25,6 +27,7 @@ __all__ = [
     "evaluate",
     "extent",
     "format_expr",
+    "in_double",
     "index",
     "leaves",
     "load",

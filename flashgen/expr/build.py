@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .node import INDEX_NAMES, Expr, Kind
+from .node import FLOATS, INDEX_NAMES, Expr, Kind, substitute
 
-RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
+RANK: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2, "double": 3}
 
 ARITHMETIC = frozenset({"add", "sub", "mul", "floordiv", "mod", "minimum", "maximum", "pow"})
 COMPARISONS = frozenset({"lt", "le", "eq", "ne"})
@@ -45,7 +45,7 @@ def scalar(name: str, kind: Kind) -> Expr:
 
 def load(name: str, kind: Kind, indices: tuple[Expr, ...]) -> Expr:
     for position in indices:
-        if position.kind == "float":
+        if position.kind in FLOATS:
             raise KindError(f"{name} is indexed by {position}, which is not an integer")
     return Expr("load", kind, tuple(cast(i, "int") for i in indices), name)
 
@@ -54,9 +54,19 @@ def cast(value: Expr, kind: Kind) -> Expr:
     if value.kind == kind:
         return value
     if value.is_const:
-        convert: dict[Kind, Any] = {"bool": bool, "int": int, "float": float}
-        return const(convert[kind](value.attr))
+        convert: dict[Kind, Any] = {"bool": bool, "int": int, "float": float, "double": float}
+        return Expr("const", kind, (), convert[kind](value.attr))
     return Expr("cast", kind, (value,))
+
+
+def in_double(expr: Expr) -> Expr:
+    """The same in floats of 64 bits."""
+
+    def widened(node: Expr) -> Expr | None:
+        is_float = node.kind == "float"
+        return Expr(node.op, "double", node.args, node.attr) if is_float else None
+
+    return substitute(expr, widened)
 
 
 def common_kind(*values: Expr) -> Kind:
@@ -70,9 +80,10 @@ def make(op: str, *args: Expr) -> Expr:
     if op == "where":
         return _where(*args)
     if op in CLAMPS:
-        if common_kind(*args) != "float":
+        kind = common_kind(*args)
+        if kind not in FLOATS:
             return make(CLAMPS[op], *args)
-        return Expr(op, "float", tuple(cast(a, "float") for a in args))
+        return Expr(op, kind, tuple(cast(a, kind) for a in args))
     if op in ARITHMETIC or op == "truediv":
         return _arithmetic(op, *args)
     if op in COMPARISONS:
@@ -81,11 +92,12 @@ def make(op: str, *args: Expr) -> Expr:
     if op in BITWISE or op in SHIFTS or op == "not":
         return _bitwise(op, *args)
     if op in FLOAT_FUNCTIONS:
-        return Expr(op, "float", (cast(args[0], "float"),))
+        kind = "double" if args[0].kind == "double" else "float"
+        return Expr(op, kind, (cast(args[0], kind),))
     if op in ROUNDING:
-        return args[0] if args[0].kind != "float" else Expr(op, "float", args)
+        return args[0] if args[0].kind not in FLOATS else Expr(op, args[0].kind, args)
     if op == "isnan":
-        return const(False) if args[0].kind != "float" else Expr(op, "bool", args)
+        return const(False) if args[0].kind not in FLOATS else Expr(op, "bool", args)
     if op in ("neg", "abs"):
         (value,) = (cast(a, "int") if a.kind == "bool" else a for a in args)
         return _fold(Expr(op, value.kind, (value,)))
@@ -106,7 +118,7 @@ def _where(condition: Expr, yes: Expr, no: Expr) -> Expr:
 
 def _arithmetic(op: str, left: Expr, right: Expr) -> Expr:
     kind: Kind = common_kind(left, right)
-    if op == "truediv":
+    if op == "truediv" and kind not in FLOATS:
         kind = "float"
     elif kind == "bool":
         kind = "int"
@@ -125,15 +137,16 @@ def _power(base: Expr, exponent: Expr) -> Expr:
         for turn in range(int(exponent.attr)):
             result = base if turn == 0 else make("mul", result, base)
         return result
-    base, exponent = cast(base, "float"), cast(exponent, "float")
+    kind: Kind = "double" if common_kind(base, exponent) == "double" else "float"
+    base, exponent = cast(base, kind), cast(exponent, kind)
     if base.is_const and base.attr > 0:
         return make("exp2", make("mul", exponent, const(math.log2(base.attr))))
-    return Expr("pow", "float", (base, exponent))
+    return Expr("pow", kind, (base, exponent))
 
 
 def _bitwise(op: str, *args: Expr) -> Expr:
     kind = common_kind(*args)
-    if kind == "float":
+    if kind in FLOATS:
         raise KindError(f"`{op}` works on booleans and integers, and got a float")
     if op in SHIFTS:
         kind = "int"
@@ -142,7 +155,7 @@ def _bitwise(op: str, *args: Expr) -> Expr:
 
 def _fold(node: Expr) -> Expr:
     """Constants of integers and booleans fold; floats are left as written."""
-    if any(arg.kind == "float" for arg in node.args):
+    if any(arg.kind in FLOATS for arg in node.args):
         return node
     if all(arg.is_const for arg in node.args):
         return const(_COMPUTE[node.op](*(arg.attr for arg in node.args), node.kind))

@@ -63,7 +63,9 @@ def _tensor(value: Number, node: Expr, env: Env) -> torch.Tensor:
 
 
 def _dtype(node: Expr, env: Env) -> torch.dtype:
-    return {"bool": torch.bool, "int": torch.int64, "float": env.float_dtype}[node.kind]
+    if node.kind == "float":
+        return env.float_dtype
+    return {"bool": torch.bool, "int": torch.int64, "double": torch.float64}[node.kind]
 
 
 def _as_kind(value: torch.Tensor, node: Expr, env: Env) -> torch.Tensor:

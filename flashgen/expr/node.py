@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "float"]
+Kind = Literal["bool", "int", "float", "double"]
+FLOATS: tuple[Kind, ...] = ("float", "double")
 
 INDEX_NAMES = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
 
@@ -19,7 +20,8 @@ class Expr:
     Leaves: `const` (attr: the value), `index` (attr: one of INDEX_NAMES), `score`,
     `scalar` (attr: the parameter's name). `load` reads the tensor named by `attr` at `args`,
     `size` (attr: tensor and dimension) is a length of one.
-    Integers are mathematical integers: their width is chosen when the expression is lowered.
+    Integers are mathematical integers: their width is chosen when the expression is lowered. A
+    `double` is a float of 64 bits, as masks have that read such data.
     """
 
     op: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ def data_values(bound: Bound) -> dict[str, Any]:
         name: int(value) if isinstance(value, bool) else value
         for name, value in bound.scalars.items()
     }
+    for param in bound.spec.scalars:
+        if param.kind == "double":
+            (values[param.name],) = struct.unpack("q", struct.pack("d", values[param.name]))
     return values | tensor_values(bound.tensors)
 
 

@@ -45,6 +45,8 @@ def obstacle(
         return "it reads no pages"
     if dropout:
         return "it drops no weights"
+    if bound.spec.reads_doubles:
+        return "it compares no float64 data in a mask"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"its products are of 16-bit numbers, not {dtype}"
     if max(head_dims) > 256:

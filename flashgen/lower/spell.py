@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import struct
 
-from ..expr import Expr
+from ..expr import FLOATS, Expr
 from ..expr.build import CLAMPS
 
 # Text with its binding strength, as in Python; names and calls are atoms.
@@ -44,6 +45,13 @@ def constant(value: bool | int | float) -> Text:
     return repr(value), ATOM if value >= 0 else 8
 
 
+def double(value: float) -> Text:
+    """A constant of 64 bits; most are the same in 32."""
+    if not math.isfinite(value) or struct.unpack("f", struct.pack("f", value))[0] == value:
+        return constant(value)
+    return f"tl.full([], {value!r}, tl.float64)", ATOM
+
+
 def cast(value: Text, target: str) -> Text:
     return f"{wrap(value, ATOM)}.to({target})", ATOM
 
@@ -64,7 +72,7 @@ def operation(node: Expr, args: list[Text], nonnegative: bool, safe_divisor: boo
     plain = ", ".join(text for text, _ in args)
     extreme = CLAMPS.get(node.op, node.op)
     if extreme in ("minimum", "maximum"):
-        return f"tl.{extreme}({plain}{f', {_NAN}' if node.kind == 'float' else ''})", ATOM
+        return f"tl.{extreme}({plain}{f', {_NAN}' if node.kind in FLOATS else ''})", ATOM
     if node.op in _TRITON:
         return f"tl.{node.op}({plain})", ATOM
     if node.op == "isnan":
@@ -75,7 +83,7 @@ def operation(node: Expr, args: list[Text], nonnegative: bool, safe_divisor: boo
 
 
 def _division(node: Expr, args: list[Text], nonnegative: bool, safe_divisor: bool) -> Text:
-    if node.kind == "float":
+    if node.kind in FLOATS:
         quotient = f"tl.floor({wrap(args[0], 7)} / {wrap(args[1], 8)})"
         if node.op == "floordiv":
             return quotient, ATOM

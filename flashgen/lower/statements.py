@@ -15,6 +15,8 @@ from . import spell
 from .spell import ATOM, Text
 from .widths import Widths, inside, size_name
 
+# What floats are in a kernel.
+_FLOATS = {"float": "FLOAT", "double": "tl.float64"}
 # Where a value is computed: 0 outermost. A kernel names its stages (say: row block, tile).
 Stage = int
 
@@ -116,13 +118,16 @@ class _Lowering:
 
     def _spell(self, node: Expr) -> Text:
         if node.op == "const":
-            return spell.constant(node.attr)
+            return spell.double(node.attr) if node.kind == "double" else spell.constant(node.attr)
         if node.op in ("index", "score"):
             return self.names[node.attr or "score"], ATOM
         if node.op == "ahead":
             return self.names["ahead"], ATOM
         if node.op == "scalar":
             name = self.names.get(node.attr, node.attr)
+            if node.kind == "double":
+                # Its bits, as Triton passes numbers with a point in 32.
+                return f"{name}.to(tl.int64).to(tl.float64, bitcast=True)", ATOM
             return (f"{name} != 0", 1) if node.kind == "bool" else (name, ATOM)
         if node.op == "size":
             return size_name(*node.attr), ATOM
@@ -173,8 +178,7 @@ class _Lowering:
         if node.kind == "bool":
             return f"{spell.wrap(value, 2)} != 0", 1
         wide = node.kind == "int" and self.widths.is_wide(node)
-        target = "FLOAT" if node.kind == "float" else "tl.int64" if wide else "tl.int32"
-        return spell.cast(value, target)
+        return spell.cast(value, _FLOATS.get(node.kind) or ("tl.int64" if wide else "tl.int32"))
 
     def _load(self, node: Expr) -> Text:
         address, stage = f"{node.attr}_ptr", self.stage_of(node)
@@ -190,8 +194,8 @@ class _Lowering:
         dtype = self.dtypes[node.attr]
         if node.kind == "bool":
             return f"{value[0]} != 0", 1
-        if node.kind == "float":
-            return spell.cast(value, "FLOAT")
+        if node.kind in _FLOATS:
+            return spell.cast(value, _FLOATS[node.kind])
         if dtype in (torch.int32, torch.int64):
             return value
         return spell.cast(value, "tl.int64" if self.widths.is_wide(node) else "tl.int32")

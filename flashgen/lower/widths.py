@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ..expr import Expr, walk
+from ..expr import FLOATS, Expr, walk
 from ..geometry import MAX_POSITION
 
 Range = tuple[int, int]
@@ -62,7 +62,7 @@ class Widths:
     def _range(self, node: Expr) -> Range:
         if node.kind == "bool":
             return (0, 1)
-        if node.kind == "float":
+        if node.kind in FLOATS:
             return (-_HUGE, _HUGE)
         if node.op in ("tile", "index"):
             return self.range(node.args[0]) if node.args else _INDEX_RANGES[node.attr]

@@ -183,7 +183,11 @@ def _block_size(
 
     q, v = (torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (head_dim, v_head_dim))
     name = bound.spec.name
-    choice = backends.choose(_on(device, backend), device, dtype, name, tensors=(q, q, v))
+    choice = backends.choose(
+        *(_on(device, backend), device, dtype, name),
+        tensors=(q, q, v),
+        doubles=bound.spec.reads_doubles,
+    )
     geometry, dims = Geometry(1, 1, 1, _LONG, _LONG, _CPU), (head_dim, v_head_dim)
     long_rows = has_long_rows(bound, geometry)
     if choice.name == "hopper":

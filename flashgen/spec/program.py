@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..errors import FlashgenError, show
-from ..expr import Expr, extent, leaves, make, substitute, walk
+from ..expr import Expr, cast, extent, in_double, leaves, make, substitute, walk
 from ..trace import TensorType
 from ..trace.reads import Reads
 from ..trace.run import is_odd
@@ -174,6 +174,8 @@ class Program:
         rest = iter(exprs)
         mask = _compose(self.mask, rest) if self.mask is not None else None
         score = next(rest, None)
+        if mask is not None and _reads_doubles(mask, dtypes):
+            mask, score = _in_double(mask, score)
         if mask is not None and mask.is_const and mask.attr:
             mask = None
         if score is not None and score.op == "score":
@@ -213,6 +215,23 @@ def _check_extent(spec: Spec, call: object) -> None:
 
 def _nodes(op: str, *exprs: Expr | None) -> list[Expr]:
     return [node for expr in exprs if expr is not None for node in walk(expr) if node.op == op]
+
+
+def _reads_doubles(mask: Expr, dtypes: Mapping[str, torch.dtype]) -> bool:
+    loads = (node for node in walk(mask) if node.op == "load" and node.kind == "float")
+    return any(dtypes[node.attr] == torch.float64 for node in loads)
+
+
+def _in_double(mask: Expr, score: Expr | None) -> tuple[Expr, Expr | None]:
+    """The mask in floats of 64 bits, and a score function that reads its scalars as they are."""
+    mask = in_double(mask)
+    doubles = {node.attr: node for node in _nodes("scalar", mask) if node.kind == "double"}
+
+    def rounded(node: Expr) -> Expr | None:
+        is_shared = node.op == "scalar" and node.attr in doubles
+        return cast(doubles[node.attr], "float") if is_shared else None
+
+    return mask, None if score is None else substitute(score, rounded)
 
 
 def _compose(tree: Mask, exprs: Any) -> Expr:

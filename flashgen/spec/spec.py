@@ -88,6 +88,11 @@ class Spec:
         return not leaves(self.mask, "index").isdisjoint(names)
 
     @cached_property
+    def reads_doubles(self) -> bool:
+        """Whether the mask compares in 64 bits."""
+        return self.mask is not None and any(node.kind == "double" for node in walk(self.mask))
+
+    @cached_property
     def nodes(self) -> tuple[Expr, ...]:
         """Every distinct node of the mask and of the score function."""
         exprs = [expr for expr in (self.mask, self.score) if expr is not None]
