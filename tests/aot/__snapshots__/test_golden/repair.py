@@ -212,7 +212,7 @@ def repair_rows(
     blocks = tl.cdiv(q_len, BLOCK_M)
     first = tl.program_id(0) * CHUNK
     item = first + tl.arange(0, CHUNK)[:, None]
-    row = item % blocks * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    row = (blocks - 1 - item % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     place = spoilt_ptr + (item // blocks).to(tl.int64) * q_len + row
     spoilt = tl.load(place, mask=(item < items) & (row < q_len), other=0)
     if tl.max(spoilt.to(tl.int32)) > 0:
