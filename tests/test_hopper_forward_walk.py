@@ -392,5 +392,6 @@ def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
 def test_data_read_by_distance_is_one_number_far_from_the_diagonal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tensors = inputs(1, 2, 1, 400, 420, 64, 64)
-    check(monkeypatch, biased, tensors, tile=(128, 64), table=torch.randn(2, 71))
+    tensors, table = inputs(1, 2, 1, 400, 420, 64, 64), torch.randn(2, 71)
+    table[0, 70] = table[1, 5:20] = -torch.inf
+    check(monkeypatch, biased, tensors, tile=(128, 64), table=table)

@@ -24,6 +24,11 @@ def alibi(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
 
 
 @fg.attention(mask=masks.causal)
+def steeper(score: Any, h: Any, q_idx: Any, kv_idx: Any, slope: fg.Tensor) -> Any:
+    return score + (slope[h] + 0.25) * (kv_idx - q_idx)
+
+
+@fg.attention(mask=masks.causal)
 def gate(score: Any, h: Any, slope: fg.Tensor) -> Any:
     return score * fg.tanh(score * slope[h])
 
@@ -48,6 +53,7 @@ def braked(score: Any, h: Any, q_idx: Any, kv_idx: Any, table: fg.Tensor, brake:
 Change = Callable[[Any, Any, dict[str, Any]], Any]
 DENSE: dict[Any, Change] = {
     alibi: lambda s, away, d: s - d["slope"][:, None, None] * away,
+    steeper: lambda s, away, d: s - (d["slope"][:, None, None] + 0.25) * away,
     biased: lambda s, away, d: s + d["table"][:, away.clamp(0, 70)],
     braked: lambda s, away, d: (
         s + d["brake"][:, None, None] * d["table"][:, away.clamp(0, 70)]
@@ -101,9 +107,16 @@ def inputs(attend: Any, S: int, T: int, D: int, dtype: Any) -> tuple[list[Any], 
     return tensors, data
 
 
-def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: int = 0) -> None:
+def check(
+    attend: Any,
+    D: int,
+    dtype: Any,
+    deterministic: bool = False,
+    unseen: int = 0,
+    learns: bool = True,
+) -> None:
     """Errors are at most twice those of PyTorch's operations in the dtype. `unseen`: keys that
-    nobody sees, which hold NaN."""
+    nobody sees, which hold NaN; `learns`: data has gradients."""
     S, T = 333, 391
     offset = 0 if unseen else T - S
     T = S + unseen if unseen else T
@@ -111,6 +124,8 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
     given = [x.detach().clone() for x in tensors]
     for x in given[1:] if unseen else ():
         x[:, :, S:] = math.nan
+    for x in data.values() if not learns else ():
+        x.requires_grad_(False)
     own = [name for name, x in data.items() if x.requires_grad]
     every = [*(x.requires_grad_() for x in given), *(data[name] for name in own)]
     options = {"backend": "hopper", "deterministic": deterministic, "q_offset": offset}
@@ -138,11 +153,23 @@ def check(attend: Any, D: int, dtype: Any, deterministic: bool = False, unseen: 
 
 
 @pytest.mark.parametrize("D", [128, 64])
-@pytest.mark.parametrize("attend", DENSE, ids=("alibi", "biased", "braked", "gate", "warm"))
+@pytest.mark.parametrize(
+    "attend", [alibi, biased, braked, gate, warm], ids=("alibi", "biased", "braked", "gate", "warm")
+)
 def test_gradients(attend: Any, D: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         check(attend, D, dtype)
     check(attend, D, torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.parametrize("D", [128, 64])
+@pytest.mark.parametrize("attend", [alibi, steeper], ids=("alibi", "steeper"))
+def test_slopes_that_are_fixed(attend: Any, D: int) -> None:
+    """Scores then rise along with the LSE."""
+    for dtype in (torch.bfloat16, torch.float16):
+        check(attend, D, dtype, learns=False)
+    check(attend, D, torch.bfloat16, deterministic=True, learns=False)
+    check(attend, D, torch.bfloat16, unseen=70, learns=False)
 
 
 @pytest.mark.parametrize("D", [128, 64])
