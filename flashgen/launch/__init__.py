@@ -23,14 +23,8 @@ from .arguments import data_values as data_values
 from .arguments import dropout_values, forward_values, range_values
 from .arguments import position_values as position_values
 from .arguments import precision_of as precision_of
+from .interpreted import interpreting as interpreting
 from .start import launch as launch
-
-
-def interpreting() -> bool:
-    """Whether this process runs Triton kernels in Triton's interpreter."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 @functools.cache

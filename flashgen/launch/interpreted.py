@@ -10,6 +10,13 @@ from typing import Any
 _lock = threading.Lock()
 
 
+def interpreting() -> bool:
+    """Whether this process runs Triton kernels in Triton's interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def interpreted(kernel: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     """What launches the kernel by `run`, of which the interpreter can do one at a time."""
 

@@ -15,7 +15,7 @@ from ..errors import FlashgenError
 from ..records import direct, tape
 from ..records.play import on_device
 from ..tiling import Tiling
-from .interpreted import interpreted
+from .interpreted import interpreted, interpreting
 
 
 def launch(
@@ -84,7 +84,7 @@ def _compile_and_run(
     device: torch.device,
 ) -> None:
     again: Callable[..., Any] = functools.partial(kernel[(programs,)], **constants)
-    if device.type == "cpu":
+    if device.type == "cpu" and interpreting():
         again = interpreted(kernel, again)
     recorder = tape.recorder()
     with nullcontext() if recorder is None else recorder.launching():
