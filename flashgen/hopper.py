@@ -390,6 +390,18 @@ def keep_keys(s, bits):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
+def place_rows(first, columns):  # type: ignore[no-untyped-def]
+    """The same where registers are scarce: what a thread adds to its own place are constants."""
+    return opaque(first + (columns & 6)) + (columns & ~6)
+
+
+@gluon.jit
+def stay():  # type: ignore[no-untyped-def]
+    """What is behind it in a branch is not computed ahead of the branch."""
+    gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [0], gl.int32, False, 1)
+
+
+@gluon.jit
 def zero_again():  # type: ignore[no-untyped-def]
     """0, of which LLVM knows nothing: what follows from it is computed in each turn of a loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [0], gl.int32, False, 1)

@@ -376,6 +376,7 @@ class Machine:
             minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
             maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
             static_range=range, SliceLayout=lambda *_: None, warp_specialize=_specialize,
+            broadcast=torch.broadcast_tensors,
             NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
             allocate_shared_memory=_allocate, int8=torch.int8, full=_full,
             SwizzledSharedLayout=lambda *_: None, BlockedLayout=lambda *_: None,
@@ -389,7 +390,7 @@ class Machine:
             MBarrierLayout=lambda: "barriers",
             init=lambda barrier, count: barrier.init(count),
             expect=lambda barrier, size, pred=True: barrier.change(1, size) if pred else None,
-            arrive=lambda barrier, count: barrier.change(count, 0),
+            arrive=lambda barrier, count, pred=True: barrier.change(count, 0) if pred else None,
             wait=lambda barrier, parity, pred=True: barrier.wait(parity) if pred else None,
         )
         async_copy = SimpleNamespace(
@@ -413,6 +414,7 @@ class Machine:
             store_rows=_store_rows, store_parted_rows=_store_parted_rows,
             store_part=_store_part, PropagateNan=None,
             place_keys=lambda first, keys: first + keys,
+            place_rows=lambda first, keys: first + keys,
             own_sum=lambda x: x.unflatten(1, (-1, 4, 2)).sum((1, 3)),
             sum_of_warps=lambda x, rows: x[: max(int(rows), 0)].sum().expand(4) / 4,
             lifted_max=lambda s, lift: (s + lift).amax(1),
@@ -423,7 +425,8 @@ class Machine:
             log2=torch.log2, reciprocal=torch.reciprocal,
             moved=lambda x, zero: x, keys_before=_keys_before,
             keep_keys=lambda s, bits: torch.where(bits, s, -torch.inf),
-            opaque=lambda x: x, pinned=lambda x: x, zero_again=lambda: 0, cross=lambda x, layout: x,
+            opaque=lambda x: x, pinned=lambda x: x, stay=lambda: None, zero_again=lambda: 0,
+            cross=lambda x, layout: x,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

@@ -55,7 +55,7 @@ acc acc_ acc0 q0 k0 v0 m l s p m_ dims_16 tile k_tile rows columns keep valid en
 test test_2 kv_mod q_mod q_sub kv_add add_value doc_q doc_kv doc_kv_at doc_row doc_ptr doc_size_0
 doc_stride_0 power tanh floor_div floor_mod range float max FLOAT BLOCK_M LOG2E q_ptr out_ptr lse
 lse_ptr counts states states_ptr group blocks block masked_runs scale_log2 stride_qs row may must
-allowed corner summary q_summary_0 q_summary_0_min jinja2 slope by_score ds dq dk dv delta
+allowed corner summary q_summary_0 q_summary_0_min jinja2 slope by_score ds dq dk dv minus_delta
 """.split()
 
 

@@ -197,10 +197,13 @@ def test_what_is_read_of_queries_comes_through_shared_memory() -> None:
         assert re.search(rf"{loaded} = gl.load\({name.removesuffix('_q')}_(ptr|row)", loading)
         dtype = f"{name.removesuffix('_q')}_ptr.dtype.element_ty"
         assert re.search(rf"{name}_tiles = gl.allocate_shared_memory\(\s*{dtype}", computing)
-    # What it makes of them is made where it is read, and nothing of a query is loaded there.
+    # What it makes of them is made where it is read, and nothing of a query is loaded there: of
+    # keys, where the next block begins.
     assert "lit_q = lit_q_tiles.index(coming).load(QUERIES)[None, :] != 0" in computing
     loop = computing[computing.index("for turn in range(past, end - 1):") :]
-    assert "gl.load(" not in loop[: loop.index("def attention_backward(")]
+    loop, _, last = loop[: loop.index("def attention_backward(")].partition("turn = end - 1")
+    assert "gl.load(" not in loop
+    assert last.count("gl.load(") == 1
 
 
 def copies(node: ast.AST) -> set[tuple[str, str]]:
@@ -224,7 +227,7 @@ def test_what_loops_carry_has_values_of_its_own_before_them(head_dim: int) -> No
     for name in ("attend",) if head_dim == 128 else ("weigh", "pull"):
         loops = [node for node in ast.walk(functions[name]) if isinstance(node, ast.For)]
         carried = set().union(*(copies(loop) for loop in loops))
-        assert ("last_row", "row") in carried
+        assert head_dim == 128 or ("last_row", "row") in carried
         for loop in loops:
             loop.body = [ast.Pass()]
         assert not carried & copies(functions[name])

@@ -60,11 +60,11 @@ def walk(
     lse, own = lse[..., : len(places)], own[..., : len(places)]
     rows = torch.full((*lse.shape[:2], padded), torch.inf)
     rows[..., places] = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E)
-    delta = torch.zeros_like(rows)
-    delta[..., places] = own
+    minus_delta = torch.zeros_like(rows)
+    minus_delta[..., places] = -own
     values = {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "grad_out_ptr": grad, "lse_log2_ptr": rows,
-        "delta_ptr": delta, "padded_len": padded, "heads": geometry.heads,
+        "minus_delta_ptr": minus_delta, "padded_len": padded, "heads": geometry.heads,
         "kv_heads": geometry.kv_heads, "group": geometry.group, "capacity": geometry.kv_len,
         **arguments.score_values(call.scale, call.softcap, bound.spec.score is not None),
         **launch.position_values(geometry), **launch.data_values(bound),
@@ -80,6 +80,9 @@ def walk(
         queued = {"queue_ptr": schedule.queue(True, ordered), "total_kv": packing.total_kv}
         values |= {**queued, "q_sequences_ptr": schedule.q_sequences}
         values["kv_sequences_ptr"] = schedule.kv_sequences
+    tiles = schedule.q_runs.counts[..., :2].sum(-1)
+    longest = tiles.sort(dim=-1, descending=True, stable=True).indices.int()
+    values |= {"longest_ptr": longest, "sorted_rows": longest.numel()}
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
     spelled = dict(zip(call.bound.tensors, bound.tensors, strict=True))
     wanted = replace(wanted, data=tuple(spelled[name] for name in wanted.data))
@@ -98,9 +101,26 @@ def walk(
     flags = launch_hopper_backward.backward(
         bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered, wanted
     )
+    _clear_unseen(schedule, flags["kv"], grads[1:], key_tile, packing)
     if packing is not None:
         grads = [x[0].transpose(0, 1) for x in grads]
     return [*grads, *of_data.values()], flags
+
+
+def _clear_unseen(
+    schedule: Any, flags: torch.Tensor, grads: list[torch.Tensor], tile: int, packing: Any
+) -> None:
+    """What repairs do to tiles of keys that no query sees, which are flagged: zeros."""
+    is_empty = (schedule.q_runs.counts[..., :2].sum(-1) == 0).expand(flags.shape) & (flags != 0)
+    for b, h, row in is_empty.nonzero().tolist():
+        first, end = row * tile, (row + 1) * tile
+        if packing is not None:
+            b = int(schedule.kv_sequences[row])
+            first += int(packing.cu_kv[b]) - int(packing.first_rows(tile, True)[b]) * tile
+            end, b = min(first + tile, int(packing.cu_kv[b + 1])), 0
+        for grad in grads:
+            grad[b, h, first:end] = 0.0
+    flags[is_empty] = 0
 
 
 def inputs(B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int) -> tuple[list[Any], Any]:

@@ -194,7 +194,9 @@ def _kernels(
     flags, items = ["spoilt_ptr"] * repairs, ["items: tl.int32"] * repairs
     pointers = ["out_ptr", "grad_out_ptr", *(["grad_lse_ptr"] if wanted.lse else []), "lse_ptr"]
     strides = _strides("o", "g")
-    prepare = [*pointers, "lse_log2_ptr", "delta_ptr", *(["dq_sum_ptr"] * repairs)]
+    prepare = [*pointers, "lse_log2_ptr", "minus_delta_ptr", *(["dq_sum_ptr"] * repairs)]
+    if repairs and not variant.packed:
+        prepare += ["counts", "longest_ptr", "kv_rows: tl.int32", "sorted_rows: tl.int32"]
     prepare += [f"{s}: tl.int64" for s in strides]
     if variant.packed:
         prepare += ["sequences_ptr", "cu_seqlens_q_ptr", "total_q: tl.int64"]
@@ -229,7 +231,7 @@ def _diagonal_kernel(spec: Spec, variant: Variant, terms: tuple[Term, ...]) -> K
     )
 
 
-_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr", "lse_log2_ptr", "delta_ptr")
+_POINTERS = ("q_ptr", "k_ptr", "v_ptr", "grad_out_ptr", "lse_log2_ptr", "minus_delta_ptr")
 _SCHEDULE = ("counts", "masked_runs", "full_runs")
 _KEY_SIZES = (
     ["batch: tl.int32", "kv_heads: tl.int32", "members: tl.int32", "capacity: tl.int32"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..expr import Expr, leaves
@@ -76,8 +77,8 @@ def hopper_backward(
     attention, queries, keys = _arguments(spec, variant, ordered, wanted)
     order = (_PACKED_ORDER if variant.packed else _ORDER) if ordered else []
     arguments = (attention, queries, keys, order)
-    has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
     is_wide = keys_of(variant.head_dim, variant.v_head_dim) == 64
+    has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
     text = (
         environment()
         .get_template(TEMPLATE)
@@ -93,6 +94,8 @@ def hopper_backward(
             data=[*map(bare, data_arguments(spec, variant)), *_gradients(wanted)],
             math=math,
             ordered=ordered,
+            item_names=_item_names(math, variant),
+            sorts=_sorts(variant, ordered),
             score=math.score.text,
             sums=math.score.sums,
             level=math.score.level,
@@ -164,6 +167,22 @@ def _halves(head_dim: int) -> tuple[tuple[int, int], ...]:
     return parts if len(parts) == 2 else ((0, half), (half, half))
 
 
+def _item_names(math: Math, variant: Variant) -> set[str]:
+    """What a warpgroup wants to know of a block, beside where it is: by its place, lengths too."""
+    texts = [*math.key_lines, *math.mask_query_lines, *math.score_query_lines, *math.tile_lines]
+    names = set(re.findall(r"\w+", " ".join((*texts, math.keep, *math.score.texts)))) | {"block"}
+    if variant.packed:
+        names |= {"kv_len"}
+    if math.score.sums.terms or variant.offset == "lens":
+        names |= {"q_len"}
+    return names | ({"b"} if variant.kv_lens or variant.offset == "tensor" else set())
+
+
+def _sorts(variant: Variant, ordered: bool) -> bool:
+    """Whether blocks may be taken by how long they are."""
+    return not (ordered or variant.packed or keys_of(variant.head_dim, variant.v_head_dim) == 64)
+
+
 def stages_of(head_dim: int, v_head_dim: int) -> int:
     """Steps whose queries are in shared memory: those of small heads are short."""
     return 4 if max(head_dim, v_head_dim) <= 64 else 2
@@ -224,7 +243,7 @@ def _stage(expr: Expr) -> int:
     return int("q_idx" in indices)
 
 
-_DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "delta", "dk", "dv")
+_DESCRIPTORS = ("q", "k", "v", "grad_out", "lse", "minus_delta")
 
 
 _ORDER = ["states", "counts", "masked_runs", "ranks", "visits"]
@@ -253,13 +272,19 @@ def _arguments(
 ) -> tuple[list[str], list[str], list[str]]:
     attention = ["dq_sum_ptr", "dk_sum_ptr", "dv_sum_ptr", "spoilt_kv_ptr", "next_item_ptr"]
     attention += _gradients(wanted)
+    if _sorts(variant, ordered):
+        attention += ["longest_ptr", "late_side: tl.int32"]
     if ordered:
         attention += ["row_turns_ptr", "key_turns_ptr", "visits", "ranks", "most_visits: tl.int32"]
-    attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in _DESCRIPTORS)]
+    is_wide = keys_of(variant.head_dim, variant.v_head_dim) == 64
+    descriptors = (*_DESCRIPTORS, "dk", "dv") if is_wide else _DESCRIPTORS
+    attention += ["counts", "masked_runs", "full_runs", *(f"{n}_tiles" for n in descriptors)]
     attention += [f"schedule_stride_{d}: tl.int64" for d in "bh"]
     attention += ["masked_width: tl.int32", "full_width: tl.int32", "heads: tl.int32"]
+    if variant.packed or not is_wide:
+        attention += ["grad_k_ptr", "grad_v_ptr", *_strides("dk", "dv")]
     if variant.packed:
-        attention += ["grad_k_ptr", "grad_v_ptr", *_strides("dk", "dv"), "queue_ptr"]
+        attention += ["queue_ptr"]
         attention += ["states", "kv_tiles: tl.int32"]
     else:
         attention += ["items: tl.int32"]

@@ -149,7 +149,7 @@ def backward(
         run.portable(grads)
     if on_hopper and division.rest:
         Run(saved, division.alone, *call, prepared=run).portable(grads)
-    of_sinks = _sink_gradient(sinks, run.lse_log2, run.delta) if sinks_wanted else None
+    of_sinks = _sink_gradient(sinks, run.lse_log2, run.minus_delta) if sinks_wanted else None
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 
@@ -228,14 +228,14 @@ def _unit_strides(saved: Saved) -> Saved:
 
 
 def _sink_gradient(
-    sinks: torch.Tensor | None, lse_log2: torch.Tensor, delta: torch.Tensor
+    sinks: torch.Tensor | None, lse_log2: torch.Tensor, minus_delta: torch.Tensor
 ) -> torch.Tensor | None:
     """[Hq]: the sink's weight times -delta, summed over all rows; those without keys too.
 
     Both are laid out as the kernels have them; where no row is, the LSE is inf."""
     if sinks is None:
         return None
-    wide = sinks.to(delta.dtype).reshape(1, -1, 1) * LOG2E
+    wide = sinks.to(minus_delta.dtype).reshape(1, -1, 1) * LOG2E
     weights = torch.exp2(wide - lse_log2)
-    share = torch.where(weights == 0, 0.0, weights * -delta)
+    share = torch.where(weights == 0, 0.0, weights * minus_delta)
     return share.sum((0, 2)).to(sinks.dtype)

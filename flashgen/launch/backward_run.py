@@ -19,6 +19,7 @@ from ..emit.gradients import Wanted
 from ..emit.hopper_backward import sum_width
 from ..geometry import Geometry
 from ..schedule import Schedule
+from ..schedule.make import has_long_rows
 from ..spec import Bound, Spec
 from ..tiling import Tiling
 from ..tiling.backward import square, tilings
@@ -127,7 +128,7 @@ class Run:
         self.saved, self.geometry, self.schedule = saved, geometry, schedule
         self.wanted = wanted
         head_dim, v_head_dim = saved.q.shape[-1], saved.v.shape[-1]
-        self.spec = bound.spec
+        self.spec, self.bound = bound.spec, bound
         self.variant = variant_of(
             bound, geometry, head_dim, v_head_dim, dropout is not None, saved.q
         )
@@ -147,19 +148,20 @@ class Run:
         shape = (self.batch, geometry.heads, self.padded_len)
         if prepared is None:
             self.lse_log2 = saved.lse.new_empty(shape)
-            self.delta = saved.lse.new_empty(shape)
+            self.minus_delta = saved.lse.new_empty(shape)
         else:
-            self.lse_log2, self.delta = prepared.lse_log2, prepared.delta
+            self.lse_log2, self.minus_delta = prepared.lse_log2, prepared.minus_delta
         self.values = {
             **_values(saved, bound, geometry, schedule, scale, softcap, dropout),
-            "lse_log2_ptr": self.lse_log2, "delta_ptr": self.delta, "padded_len": self.padded_len,
+            "lse_log2_ptr": self.lse_log2, "minus_delta_ptr": self.minus_delta,
+            "padded_len": self.padded_len,
         }  # fmt: skip
         if repairs:
             width = sum_width(head_dim)
             self.values["dq_sum_ptr"] = torch.empty(*shape, width, device=saved.q.device)
 
     def prepare(self) -> None:
-        """Write the LSE in base 2 and delta, and what Hopper's kernels add dQ to: 0."""
+        """Write the LSE in base 2 and minus delta, and what Hopper's kernels add dQ to: 0."""
         constants = constants_of(self.saved.q, self._aligned("out_ptr"), _PREPARE, (64, 1))
         constants = {name: constants[name] for name in ("ALIGN", "FLOAT")}
         constants["BLOCK_M"] = rows = self.prepare_rows
@@ -167,9 +169,22 @@ class Run:
             constants["TILE_M"] = self.schedule.block_size[0]
         if self.repairs:
             constants["SUM_WIDTH"] = self.values["dq_sum_ptr"].shape[-1]
+        if self.repairs and self.geometry.packing is None:
+            self.values |= self._sorting()
         programs = math.ceil(self.padded_len / rows) * self.batch * self.geometry.heads
         names, kernel = self.made.prepare, self.module.prepare_rows
         launch(kernel, names, self.values, constants, _PREPARE, programs)
+
+    def _sorting(self) -> dict[str, Any]:
+        """Where rows of key tiles are put in order of their length, where they differ in it."""
+        counts = self.schedule.q_runs.counts
+        batch, heads, rows, _ = counts.shape
+        longest = counts.new_empty(batch * heads * rows)
+        is_even = has_long_rows(self.bound, self.geometry)
+        return {
+            "counts": counts, "kv_rows": rows, "longest_ptr": longest,
+            "sorted_rows": 0 if is_even else longest.numel(),
+        }  # fmt: skip
 
     def on_hopper(self, grads: Gradients, ordered: bool, of_data: Wanted) -> None:
         """All gradients, but for what isn't finite: `by_query` and `by_key` look at that again; and

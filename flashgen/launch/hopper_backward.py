@@ -27,6 +27,8 @@ BLOCK_M = 64
 _ATTENTION = Tiling(0, 0, 4, 1)
 _FINISH = Tiling(64, 64, 8, 1)
 _ORDER = Tiling(0, 0, 4, 1)
+# Blocks that are taken by how long they are, for each program.
+_LATE_ROUNDS = 3
 # What two tiles of 256 dimensions leave of shared memory, of a query.
 _MOST_QUERY_BYTES = 8
 
@@ -105,10 +107,10 @@ def backward(
 ) -> dict[str, torch.Tensor]:
     """Write the gradients of q, k and v, and add to those of data that are `wanted`.
 
-    `values`: what the portable kernels take, LSE and delta of each row prepared, a sum of dQ that
-    is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns which
-    tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key tiles],
-    int32, not 0 for these; packed: tiles of all sequences, B = 1."""
+    `values`: what the portable kernels take, LSE and minus delta of each row prepared, a sum of dQ
+    that is 0, and the runs along the queries; `ordered`: equal bit by bit from run to run. Returns
+    which tiles hold numbers that aren't finite: `q` [B, Hq, query tiles] and `kv` [B, Hkv, key
+    tiles], int32, not 0 for these; packed: tiles of all sequences, B = 1."""
     made = generate(spec, variant, ordered, wanted)
     what = tuned_as(made.name, made.text, values["q_ptr"].dtype)
     default = default_steps(variant, ordered)
@@ -175,11 +177,13 @@ def _backward(
     items = blocks * batch * geometry.heads
     values = {**values, **_descriptors(values, variant, grads), **sums.values}
     side = steps.side(_bytes_of_head(values, variant), batch * geometry.heads)
-    values |= {"items": items, "side": side}
+    programs = min(items, multiprocessors(geometry.device))
+    values |= {"items": items, "side": side, "late_side": 0}
+    if values.get("sorted_rows") and block_size[1] == block_n:
+        values["late_side"] = _late_side(side, batch * geometry.heads, blocks, programs)
     values["batch"] = geometry.batch
     if ordered:
         values |= _order_visits(module, made, values, geometry, block_size, block_n)
-    programs = min(items, multiprocessors(geometry.device))
     launch(module.attention_backward, made.attention, values, constants, _ATTENTION, programs)
     programs = values["padded_len"] // 64 * batch * geometry.heads
     constants = {"TILE_M": block_size[0]}
@@ -198,6 +202,13 @@ def _bytes_of_head(values: Mapping[str, Any], variant: emit.Variant) -> int:
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     size: int = values["padded_len"] * (2 * width + 2 * v_width + 4 * width)
     return size
+
+
+def _late_side(side: int, lines: int, blocks: int, programs: int) -> int:
+    """How many heads come last, whose blocks are taken by how long they are: a divisor of all,
+    and a multiple of `side`. A program should get some of these blocks."""
+    fitting = (n for n in range(side, lines, side) if lines % n == 0)
+    return next((n for n in fitting if n * blocks >= _LATE_ROUNDS * programs), lines)
 
 
 def _order_visits(
@@ -309,14 +320,17 @@ def _descriptors(
 
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     block_n = keys_of(variant.head_dim, variant.v_head_dim)
-    lse, delta = values["lse_log2_ptr"].reshape(-1), values["delta_ptr"].reshape(-1)
-    return {
+    lse, minus_delta = (values[f"{n}_ptr"].reshape(-1) for n in ("lse_log2", "minus_delta"))
+    tiles = {
         "q_tiles": hopper.descriptor(values["q_ptr"], (BLOCK_M, width)),
         "k_tiles": hopper.descriptor(values["k_ptr"], (block_n, width)),
         "v_tiles": hopper.descriptor(values["v_ptr"], (block_n, v_width)),
         "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (BLOCK_M, v_width)),
         "lse_tiles": hopper.descriptor(lse, (BLOCK_M,)),
-        "delta_tiles": hopper.descriptor(delta, (BLOCK_M,)),
-        "dk_tiles": hopper.descriptor(grads[1], (64, width)),
-        "dv_tiles": hopper.descriptor(grads[2], (64, v_width)),
+        "minus_delta_tiles": hopper.descriptor(minus_delta, (BLOCK_M,)),
     }
+    if block_n == 64:
+        # Smaller heads' gradients leave from registers.
+        tiles["dk_tiles"] = hopper.descriptor(grads[1], (64, width))
+        tiles["dv_tiles"] = hopper.descriptor(grads[2], (64, v_width))
+    return tiles

@@ -21,7 +21,7 @@ POINTERS = {
     "counts": torch.int32, "masked_runs": torch.int32, "full_runs": torch.int32,
     "kv_lens_ptr": torch.int32, "q_offset_ptr": torch.int32, "states": torch.int8,
     "lse_ptr": torch.float32, "grad_lse_ptr": torch.float32, "lse_log2_ptr": torch.float32,
-    "delta_ptr": torch.float32, "sequences_ptr": torch.int32, "cu_seqlens_q_ptr": torch.int32,
+    "minus_delta_ptr": torch.float32, "sequences_ptr": torch.int32, "cu_seqlens_q_ptr": torch.int32,
     "cu_seqlens_kv_ptr": torch.int32,
 }  # fmt: skip
 

@@ -36,14 +36,14 @@ def place_of(item, blocks, heads, group, side):
 
 @gluon.jit
 def load(
-    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-    q, k, v, grad_out, lse, delta, first_rows, work,
-    q_here, grads_here, is_free, keys_here, keys_free,
+    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
+    q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
     are_masked, turns, visits, ranks, most_visits,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    STAGES: gl.constexpr, STEPS: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
     """The warp that loads: for each piece of work its keys and values, and its queries and their
     gradients a few steps ahead. It gets the pieces from a counter, and tells the others."""
@@ -65,17 +65,25 @@ def load(
         rank_in_tile = gl.minimum(last_of_tile, blocks_here - 1) - block
         masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
         full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
-        mbarrier.wait(keys_free, number & 1 ^ 1)
-        hopper.note(work.index(0), item)
-        hopper.note(work.index(1), masked_steps)
-        hopper.note(work.index(2), full_steps)
-        if masked_steps + full_steps > 0:
-            mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-            hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k.index(0))
-            hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v.index(0))
-        else:
-            mbarrier.arrive(keys_here, count=1)
-        mbarrier.arrive(keys_here, count=1)
+        # Without branches, behind which the assembler takes nothing for alike in all threads.
+        steps = masked_steps + full_steps
+        is_seen, slot = steps > 0, number & 1
+        mbarrier.wait(keys_free, slot ^ 1)
+        hopper.note(work.index(slot * 6), h)
+        hopper.note(work.index(slot * 6 + 1), masked_steps)
+        hopper.note(work.index(slot * 6 + 2), full_steps)
+        hopper.note(work.index(slot * 6 + 3), b)
+        hopper.note(work.index(slot * 6 + 4), h_kv)
+        hopper.note(work.index(slot * 6 + 5), block)
+        mbarrier.expect(keys_here, k_tiles.block_type.nbytes, is_seen)
+        hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k.index(slot), is_seen)
+        mbarrier.arrive(keys_here, count=1, pred=is_seen)
+        number += is_seen.to(gl.int32)
+        if not SHARED_HEADS:
+            # Keys that no query sees: the kernels of repairs write their zeros.
+            key_line = b * (heads // group) + h_kv
+            own_tile = key_line * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
+            gl.store(spoilt_ptr + own_tile, 1, mask=steps == 0)
         visit = gl.load(visits_row)
         for turn in range(masked_steps + full_steps):
             step = visit // 2 * STEPS + turn % STEPS
@@ -88,22 +96,38 @@ def load(
             mbarrier.expect(q_here.index(stage), q_tiles.block_type.nbytes + 4 * BLOCK_M)
             hopper.load_tile(q_tiles, [b, h, row, 0], q_here.index(stage), q.index(stage))
             hopper.load_tile(lse_tiles, [line + row], q_here.index(stage), lse.index(stage))
+            # Behind the first queries, which needn't wait for room.
+            begins = turn == 0
+            mbarrier.wait(values_free, slot ^ 1, pred=begins)
+            mbarrier.expect(values_here, v_tiles.block_type.nbytes, begins)
+            hopper.load_tile(
+                v_tiles, [b, h_kv, block * BLOCK_N, 0], values_here, v.index(0), begins
+            )
             mbarrier.expect(grads_here.index(stage), grad_out_tiles.block_type.nbytes + 4 * BLOCK_M)
             hopper.load_tile(
                 grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
             )
-            hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
+            hopper.load_tile(
+                minus_delta_tiles, [line + row], grads_here.index(stage), minus_delta.index(stage)
+            )
             first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
+            hopper.note(sum_rows.index(stage), line + row)
             hopper.note(are_masked.index(stage), is_masked)
             hopper.note(turns.index(stage), rank + rank_in_tile)
             mbarrier.arrive(q_here.index(stage), count=1)
             visit = gl.load(visits_row + (turn + 1) // STEPS)
-        number += 1
         item = gl.atomic_add(next_item_ptr, 1)
     # There is no more.
     mbarrier.wait(keys_free, number & 1 ^ 1)
-    hopper.note(work.index(0), items)
+    hopper.note(work.index((number & 1) * 6), -1)
     mbarrier.arrive(keys_here, count=2)
+    # The last step is followed by one that is computed, of whatever is there, but not used.
+    stage = past % STAGES
+    mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
+    hopper.note(are_masked.index(stage), 0)
+    mbarrier.arrive(q_here.index(stage), count=2)
+    mbarrier.arrive(grads_here.index(stage), count=1)
+    mbarrier.arrive(values_here, count=1)
 
 
 @gluon.jit
@@ -117,37 +141,29 @@ def quad_offsets(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def store_keys(
-    sums, room, tiles, place, sum_ptr, spoilt_ptr, last,
-    LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
+    sums, pointer, stride, sum_ptr, spoilt_ptr, last,
+    DIM: gl.constexpr, LAYOUT: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
-    """Rows of dK or dV that are inside, as soon as the store before has left their room; heads
-    that share keys add theirs up in memory."""
+    """Rows of dK or dV that are inside; heads that share keys add theirs up in memory."""
     if SHARED_HEADS:
         hopper.add_quads(sum_ptr + quad_offsets(sums.shape[1]), sums)
     else:
-        rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
+        row = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))
         # 0, or NaN; one operation for each number.
-        is_spoilt = gl.sum(sums * 0.0, 1)[:, None] != 0.0
-        gl.store(spoilt_ptr + rows * 0, 1, mask=is_spoilt & (rows < last))
-        tile = hopper.reinterpret(
-            room.slice(0, sums.shape[1]), room.dtype, [
-                1, 1, sums.shape[0], sums.shape[1]
-            ], tiles.layout
-        )
-        hopper.wait_stores(0)
-        hopper.barrier()
-        tile.reshape(sums.shape).store(sums.to(tile.dtype))
-        fence_async_shared()
-        hopper.barrier()
-        hopper.store_tile(tiles, place, tile)
+        is_spoilt = gl.sum(sums * 0.0, 1) != 0.0
+        gl.store(spoilt_ptr + row * 0, 1, mask=is_spoilt & (row < last))
+        starts = row.to(gl.int64) * stride
+        dtype: gl.constexpr = pointer.dtype.element_ty
+        hopper.store_parted_rows(pointer, sums, starts, row < last, dtype, DIM)
 
 
 @gluon.jit
 def attend(
-    q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
-    q_here, grads_here, is_free, keys_here, keys_free,
-    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_tiles, dv_tiles,
-    items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+    q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
+    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_ptr, dv_ptr,
+    stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
+    blocks, capacity, heads, group, scale, scale_log2,
     are_masked, may_add, added, may_add_keys, added_keys,
     q_len,
     kv_len,
@@ -155,9 +171,10 @@ def attend(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
     SHARED_HEADS: gl.constexpr, HALF: gl.constexpr,
 ):
-    """A warpgroup: half of the keys, all steps."""
+    """A warpgroup: half of the keys, all steps of all blocks that this program gets."""
     WIDTH: gl.constexpr = 128
     V_WIDTH: gl.constexpr = 128
+    V_SLOTS: gl.constexpr = 1
     OTHER: gl.constexpr = 1 - HALF
     HALF_N: gl.constexpr = BLOCK_N // 2
     DQ_WIDTH: gl.constexpr = WIDTH // 2
@@ -168,66 +185,67 @@ def attend(
     KEYS: gl.constexpr = hopper.accumulator(WIDTH)
     VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
     DQ: gl.constexpr = hopper.accumulator(DQ_WIDTH)
-    zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
+    dq_places = dq_sum_ptr + HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
+    zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
-    k_half = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
-    v_half = v.index(0).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-    # dQ of half of the dimensions is this warpgroup's, from all keys.
-    dq_keys = k.index(0).reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
+    dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
+    dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
     number = 0
     past = 0
     mbarrier.wait(keys_here, 0)
-    item = hopper.read(work.index(0))
-    while item < items:
-        masked_end = past + hopper.read(work.index(1))
-        end = masked_end + hopper.read(work.index(2))
-        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        dq_places = dq_sum_ptr + ((b * heads + h).to(gl.int64) * padded_len) * WIDTH
-        dq_places += HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
-        dk = gl.zeros([HALF_N, WIDTH], gl.float32, KEYS)
-        dv = gl.zeros([HALF_N, V_WIDTH], gl.float32, VALUES)
+    h = hopper.read(work.index(0))
+    if h >= 0:
+        slot = number & 1
+        masked_end = hopper.read(work.index(slot * 6 + 1))
+        end = masked_end + hopper.read(work.index(slot * 6 + 2))
+        block = hopper.read(work.index(slot * 6 + 5))
         first_key = block * BLOCK_N + HALF * HALF_N
         kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+
+        mbarrier.wait(values_here, number & 1)
+
+        mbarrier.wait(q_here.index(0), 0)
+        here = hopper.zero_again() + (number & 1)
+        k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+        queries = q.index(0).reshape([BLOCK_M, WIDTH])
+        s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        row_lse = lse.index(0).load(QUERIES)[None, :]
+
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.wait(grads_here.index(0), 0)
+        here = hopper.zero_again() + number % V_SLOTS
+        v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+        their_grads = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
+        row_delta = minus_delta.index(0).load(QUERIES)[None, :]
+        begin, _ = gl.broadcast(row_delta, zeros)
+        dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        first_row = first_rows.index(0).load(QUERIES)[None, :]
+        is_masked = hopper.read(are_masked.index(0)) != 0
+        kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
         is_key = kv_idx < kv_len
-        if end > past:
-            # Of a step before the first: nothing is read, and its dQ isn't added.
-            hopper.arrive_at(FULL + 2 * HALF + (past & 1 ^ 1))
-            first = past % STAGES
-            mbarrier.wait(q_here.index(first), past // STAGES & 1)
-            queries = q.index(first).reshape([BLOCK_M, WIDTH])
-            s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            row_lse = lse.index(first).load(QUERIES)[None, :]
+        # Of the last block of a row alone, which leaves others a branch.
+        has_tail = first_key + HALF_N > kv_len
 
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.wait(grads_here.index(first), past // STAGES & 1)
-            their_grads = grad_out.index(first).reshape([BLOCK_M, V_WIDTH])
-            row_delta = delta.index(first).load(QUERIES)
-            dp = warpgroup_mma(
-                v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
-            )
-            dp = warpgroup_mma_wait(0, deps=(dp,))
-            first_row = first_rows.index(first).load(QUERIES)[None, :]
-            row = first_rows.index(first).load(gl.SliceLayout(0, DQ))[None, :]
-            is_masked = hopper.read(are_masked.index(first)) != 0
+        p = gl.exp2(s * scale_log2 - row_lse)
+        if is_masked:
+            q_idx = hopper.place_rows(first_row + q_offset, rows)
+            p = gl.where(kv_idx <= q_idx, p, 0.0)
+            if has_tail:
+                hopper.stay()
+                p = gl.where(is_key, p, 0.0)
 
-            p = gl.exp2(s * scale_log2 - row_lse)
-            if is_masked:
-                q_idx = first_row + q_offset + rows
-                p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
-
-            # dK of the block before has left from where ds will be.
-            hopper.wait_stores(0)
-            hopper.arrive_at(FREE + 2 * OTHER + (past & 1))
-            # Not `row`: Triton takes for constant what a turn sets to the value that it has before
-            # the loop.
-            last_row = gl.zeros_like(row)
+        # Of a step before the first: nothing is read, and its dQ isn't added.
+        hopper.arrive_at(FULL + 2 * HALF + 1)
+        hopper.arrive_at(FREE + 2 * OTHER)
+        last_row = gl.full([1, 1], 0, gl.int32, DQ)
+        while h >= 0:
             for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES
                 phase, parity = (turn + 1) // STAGES & 1, turn & 1
-                here = hopper.zero_again()
-                k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
-                v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+                # Of the step before: where a block begins, its keys are those of the one before.
+                here = hopper.zero_again() + (number + gl.where(turn == past, 1, 0) & 1)
                 dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
                     HALF * DQ_WIDTH, DQ_WIDTH, dim=1
                 )
@@ -244,20 +262,27 @@ def attend(
                 ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
                 fence_async_shared()
                 hopper.arrive_at(FULL + 2 * HALF + parity)
+                weights_there = gl.convert_layout(p_tile, V_OPERAND)
                 dv = warpgroup_mma(
-                    gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
+                    weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True
                 )
-                dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+                ds_there = gl.convert_layout(ds_tile, OPERAND)
+                dk = warpgroup_mma(ds_there, q_tile, dk, use_acc=turn > past, is_async=True)
                 dq = warpgroup_mma_wait(2, deps=(dq,))
                 hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-                if turn > past:
+                if turn > 0:
                     mbarrier.wait(may_add, (turn - 1) & 1)
                     hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
                     mbarrier.arrive(added, count=1)
 
-                last_row = row
+                last_row = sum_rows.index(stage).load(gl.SliceLayout(0, DQ))[None, :]
+                if turn == past:
+                    # The keys of the block before have been read.
+                    mbarrier.arrive(keys_free, count=1)
 
                 # Scores of the next step.
+                here = hopper.zero_again() + (number & 1)
+                k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
                 queries = q.index(coming).reshape([BLOCK_M, WIDTH])
                 s = warpgroup_mma(
                     k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -270,28 +295,35 @@ def attend(
                 row_lse = lse.index(coming).load(QUERIES)[None, :]
                 # Before the next product, with whose instructions exponentials take turns.
                 s = warpgroup_mma_wait(0, deps=(s,))
+                here = hopper.zero_again() + number % V_SLOTS
+                v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
-                row_delta = delta.index(coming).load(QUERIES)
-                dp = warpgroup_mma(
-                    v_half, their_grads.permute((1, 0)), zeros - row_delta[None, :], is_async=True
-                )
+                row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
+                begin, _ = gl.broadcast(row_delta, zeros)
+                dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
                 first_row = first_rows.index(coming).load(QUERIES)[None, :]
-                row = first_rows.index(coming).load(gl.SliceLayout(0, DQ))[None, :]
                 is_masked = hopper.read(are_masked.index(coming)) != 0
+                kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+                is_key = kv_idx < kv_len
+                # Of the last block of a row alone, which leaves others a branch.
+                has_tail = first_key + HALF_N > kv_len
 
                 p = gl.exp2(s * scale_log2 - row_lse)
                 if is_masked:
-                    q_idx = first_row + q_offset + rows
-                    p = gl.where(is_key & (kv_idx <= q_idx), p, 0.0)
+                    q_idx = hopper.place_rows(first_row + q_offset, rows)
+                    p = gl.where(kv_idx <= q_idx, p, 0.0)
+                    if has_tail:
+                        hopper.stay()
+                        p = gl.where(is_key, p, 0.0)
 
                 # The branch above keeps this wait from moving above the exponentials.
                 dp = warpgroup_mma_wait(0, deps=(dp,))
 
-            # The last step: there are no scores of another one.
-            stage, parity = (end - 1) % STAGES, end & 1 ^ 1
-            here = hopper.zero_again()
-            k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
-            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+            turn = end - 1
+            stage, coming = turn % STAGES, (turn + 1) % STAGES
+            phase, parity = (turn + 1) // STAGES & 1, turn & 1
+            # Of the step before: where a block begins, its keys are those of the one before.
+            here = hopper.zero_again() + (number + gl.where(turn == past, 1, 0) & 1)
             dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(
                 HALF * DQ_WIDTH, DQ_WIDTH, dim=1
             )
@@ -300,75 +332,128 @@ def attend(
             hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
             both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
             dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            # Their room is the next block's.
+            mbarrier.arrive(values_free, count=1)
             ds_tile = (p * dp).to(k.dtype)
             p_tile = p.to(k.dtype)
             hopper.sync_at(FREE + 2 * HALF + parity)
             ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
             fence_async_shared()
             hopper.arrive_at(FULL + 2 * HALF + parity)
-            dv = warpgroup_mma(
-                gl.convert_layout(p_tile, V_OPERAND), grad_out_tile, dv, is_async=True
-            )
-            dk = warpgroup_mma(gl.convert_layout(ds_tile, OPERAND), q_tile, dk, is_async=True)
+            weights_there = gl.convert_layout(p_tile, V_OPERAND)
+            dv = warpgroup_mma(weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True)
+            ds_there = gl.convert_layout(ds_tile, OPERAND)
+            dk = warpgroup_mma(ds_there, q_tile, dk, use_acc=turn > past, is_async=True)
             dq = warpgroup_mma_wait(2, deps=(dq,))
             hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
-            if end - 1 > past:
-                mbarrier.wait(may_add, (end - 2) & 1)
+            if turn > 0:
+                mbarrier.wait(may_add, (turn - 1) & 1)
                 hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
                 mbarrier.arrive(added, count=1)
 
-            hopper.sync_at(FULL + 2 * OTHER + (parity))
-            both_ds = ds_tiles.index(parity).permute((1, 0))
-            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+            last_row = sum_rows.index(stage).load(gl.SliceLayout(0, DQ))[None, :]
+            if turn == past:
+                # The keys of the block before have been read.
+                mbarrier.arrive(keys_free, count=1)
+            number += 1
+            mbarrier.wait(keys_here, number & 1)
+            h = hopper.read(work.index((number & 1) * 6))
+            if h >= 0:
+                slot = number & 1
+                masked_end = end + hopper.read(work.index(slot * 6 + 1))
+                end = masked_end + hopper.read(work.index(slot * 6 + 2))
+                block = hopper.read(work.index(slot * 6 + 5))
+                first_key = block * BLOCK_N + HALF * HALF_N
+                kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+
+            mbarrier.wait(q_here.index(coming), phase)
+
+            # Scores of the next step.
+            here = hopper.zero_again() + (number & 1)
+            k_half = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * HALF_N, HALF_N)
+            queries = q.index(coming).reshape([BLOCK_M, WIDTH])
+            s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
             dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            # Thread by thread; mbarrier.arrive would first wait for all of them.
             hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-            mbarrier.wait(may_add, (end - 1) & 1)
-            hopper.add_quads(dq_places + row.to(gl.int64) * WIDTH, dq)
-            mbarrier.arrive(added, count=1)
+            own_slot = number & 1 ^ 1
+            own_block = hopper.read(work.index(own_slot * 6 + 5))
+            own_key = own_block * BLOCK_N + HALF * HALF_N
+            own_b = hopper.read(work.index(own_slot * 6 + 3))
+            own_h_kv = hopper.read(work.index(own_slot * 6 + 4))
+            key_line = own_b * (heads // group) + own_h_kv
+            sum_row = (key_line.to(gl.int64) * blocks + own_block) * BLOCK_N + HALF * HALF_N
+            own_tile = key_line * gl.cdiv(capacity, TILE_N) + own_block * BLOCK_N // TILE_N
+            last = capacity - own_key
+            dk_place = own_b * stride_dkb + own_h_kv * stride_dkh + own_key * stride_dks
+            dv_place = own_b * stride_dvb + own_h_kv * stride_dvh + own_key * stride_dvs
+            if SHARED_HEADS:
+                mbarrier.wait(may_add_keys, number & 1 ^ 1)
+            # Multiples of 8: what TMA can address.
+            store_keys(
+                dv, dv_ptr + dv_place // 8 * 8, stride_dvs, dv_sum_ptr + sum_row * V_WIDTH,
+                all_spoilt_ptr + own_tile, last, 128, VALUES, SHARED_HEADS,
+            )
+            store_keys(
+                dk * scale, dk_ptr + dk_place // 8 * 8, stride_dks, dk_sum_ptr + sum_row * WIDTH,
+                all_spoilt_ptr + own_tile, last, 128, KEYS, SHARED_HEADS,
+            )
+            if SHARED_HEADS:
+                mbarrier.arrive(added_keys, count=1)
 
-            # The other warpgroup's last arrival, so that every barrier ends where it began.
-            hopper.sync_at(FREE + 2 * HALF + (end & 1))
-            # Neither reads ds any more, whose place dK and dV take. Both have passed this one.
-            hopper.sync_at(FREE + (end & 1 ^ 1))
-        mbarrier.arrive(keys_free, count=1)
+            mbarrier.wait(values_here, number & 1)
 
-        key_line = b * (heads // group) + h_kv
-        key_row = (key_line.to(gl.int64) * blocks + block) * BLOCK_N + HALF * HALF_N
-        spoilt_kv_ptr = (
-            all_spoilt_ptr
-            + key_line * gl.cdiv(capacity, TILE_N)
-            + block * BLOCK_N // TILE_N
-        )
-        # Keys that no query sees get 0, those beyond the valid ones too.
-        last = capacity - first_key
-        place = [b, h_kv, first_key, 0]
-        room = ds_tiles.index(HALF)
-        if SHARED_HEADS:
-            mbarrier.wait(may_add_keys, number & 1)
-        store_keys(
-            dv, room, dv_tiles, place, dv_sum_ptr + key_row * V_WIDTH, spoilt_kv_ptr, last,
-            VALUES, SHARED_HEADS,
-        )
-        store_keys(
-            dk * scale, room, dk_tiles, place, dk_sum_ptr + key_row * WIDTH, spoilt_kv_ptr, last,
-            KEYS, SHARED_HEADS,
-        )
-        if SHARED_HEADS:
-            mbarrier.arrive(added_keys, count=1)
-        past = end
-        number += 1
-        mbarrier.wait(keys_here, number & 1)
-        item = hopper.read(work.index(0))
-    hopper.wait_stores(0)
+            mbarrier.wait(grads_here.index(coming), phase)
+            row_lse = lse.index(coming).load(QUERIES)[None, :]
+            # Before the next product, with whose instructions exponentials take turns.
+            s = warpgroup_mma_wait(0, deps=(s,))
+            here = hopper.zero_again() + number % V_SLOTS
+            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+            their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
+            row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
+            begin, _ = gl.broadcast(row_delta, zeros)
+            dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
+            first_row = first_rows.index(coming).load(QUERIES)[None, :]
+            is_masked = hopper.read(are_masked.index(coming)) != 0
+            kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+            is_key = kv_idx < kv_len
+            # Of the last block of a row alone, which leaves others a branch.
+            has_tail = first_key + HALF_N > kv_len
+
+            p = gl.exp2(s * scale_log2 - row_lse)
+            if is_masked:
+                q_idx = hopper.place_rows(first_row + q_offset, rows)
+                p = gl.where(kv_idx <= q_idx, p, 0.0)
+                if has_tail:
+                    hopper.stay()
+                    p = gl.where(is_key, p, 0.0)
+
+            # The branch above keeps this wait from moving above the exponentials.
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+
+            past = turn + 1
+
+        here = hopper.zero_again() + (number & 1 ^ 1)
+        dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
+        hopper.sync_at(FULL + 2 * OTHER + (past & 1 ^ 1))
+        both_ds = ds_tiles.index(past & 1 ^ 1).permute((1, 0))
+        dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        mbarrier.wait(may_add, (past - 1) & 1)
+        hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+        mbarrier.arrive(added, count=1)
+
+        # The other warpgroup's last arrival, so that every barrier ends where it began.
+        hopper.sync_at(FREE + 2 * HALF + (past & 1))
 
 
 @gluon.jit
 def keep_order(
-    first_rows, turns, work, q_here, is_free, keys_here, keys_free,
+    sum_rows, turns, work, q_here, is_free, keys_here, keys_free,
     may_add, added, may_add_keys, added_keys,
     row_turns_ptr, key_turns_ptr,
-    items, blocks, heads, group, side, padded_len,
+    blocks, heads, group,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr, STAGES: gl.constexpr,
     SHARED_HEADS: gl.constexpr,
 ):
@@ -377,18 +462,19 @@ def keep_order(
     number = 0
     past = 0
     mbarrier.wait(keys_here, 0)
-    item = hopper.read(work.index(0))
-    while item < items:
-        b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        row_turns = row_turns_ptr + (b * heads + h) * (padded_len // BLOCK_M)
+    h = hopper.read(work.index(0))
+    while h >= 0:
+        slot = number & 1
+        block = hopper.read(work.index(slot * 6 + 5))
+        b, h_kv = hopper.read(work.index(slot * 6 + 3)), hopper.read(work.index(slot * 6 + 4))
         key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
-        end = past + hopper.read(work.index(1)) + hopper.read(work.index(2))
+        end = past + hopper.read(work.index(slot * 6 + 1)) + hopper.read(work.index(slot * 6 + 2))
         mbarrier.arrive(keys_free, count=1)
-        last_turn = row_turns
+        last_turn = row_turns_ptr
         for turn in range(past, end):
             stage = turn % STAGES
             mbarrier.wait(q_here.index(stage), turn // STAGES & 1)
-            row_turn = row_turns + hopper.read(first_rows.index(stage)) // BLOCK_M
+            row_turn = row_turns_ptr + hopper.read(sum_rows.index(stage)) // BLOCK_M
             wanted = hopper.read(turns.index(stage))
             mbarrier.arrive(is_free.index(stage), count=1)
             # Looked at while the step before is added: mostly it is this block's turn already.
@@ -403,25 +489,27 @@ def keep_order(
                 hopper.await_turn(row_turn, wanted)
                 mbarrier.arrive(may_add, count=1)
             last_turn = row_turn + 0
-        if end > past:
-            mbarrier.wait(added, end & 1 ^ 1)
-            hopper.pass_turn(last_turn)
+        # A block's last dQ is added after its dK and dV, when the next block has begun.
         if SHARED_HEADS:
             hopper.await_turn(key_turn, h % group)
             mbarrier.arrive(may_add_keys, count=1)
             mbarrier.wait(added_keys, number & 1)
             hopper.pass_turn(key_turn)
+        if end > past:
+            mbarrier.wait(added, end & 1 ^ 1)
+            hopper.pass_turn(last_turn)
         past = end
         number += 1
         mbarrier.wait(keys_here, number & 1)
-        item = hopper.read(work.index(0))
+        h = hopper.read(work.index((number & 1) * 6))
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
 @gluon.jit(
     do_not_specialize=[
         "most_visits", "schedule_stride_b", "schedule_stride_h", "masked_width", "full_width",
-        "heads", "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len",
+        "heads", "stride_dkb", "stride_dkh", "stride_dks", "stride_dvb", "stride_dvh",
+        "stride_dvs", "items", "side", "group", "capacity", "padded_len", "q_len", "kv_len",
         "q_offset", "scale", "scale_log2"
     ],
     do_not_specialize_on_alignment=[],
@@ -445,14 +533,20 @@ def attention_backward(
     v_tiles,
     grad_out_tiles,
     lse_tiles,
-    delta_tiles,
-    dk_tiles,
-    dv_tiles,
+    minus_delta_tiles,
     schedule_stride_b: gl.int64,
     schedule_stride_h: gl.int64,
     masked_width: gl.int32,
     full_width: gl.int32,
     heads: gl.int32,
+    grad_k_ptr,
+    grad_v_ptr,
+    stride_dkb: gl.int64,
+    stride_dkh: gl.int64,
+    stride_dks: gl.int64,
+    stride_dvb: gl.int64,
+    stride_dvh: gl.int64,
+    stride_dvs: gl.int64,
     items: gl.int32,
     side: gl.int32,
     group: gl.int32,
@@ -472,23 +566,28 @@ def attention_backward(
 ):
     blocks = gl.cdiv(capacity, BLOCK_N)
     STEPS: gl.constexpr = TILE_M // BLOCK_M
-    k = gl.allocate_shared_memory(k_tiles.dtype, [1, 1, 1, BLOCK_N, 128], k_tiles.layout)
+    k = gl.allocate_shared_memory(k_tiles.dtype, [2, 1, 1, BLOCK_N, 128], k_tiles.layout)
     v = gl.allocate_shared_memory(v_tiles.dtype, [1, 1, 1, BLOCK_N, 128], v_tiles.layout)
     q = gl.allocate_shared_memory(q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 128], q_tiles.layout)
     grad_out = gl.allocate_shared_memory(
         q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 128], grad_out_tiles.layout
     )
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_tiles.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_tiles.layout)
+    minus_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_tiles.layout)
     DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_tiles.dtype)
     ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    sum_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     are_masked = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     turns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
-    work = gl.allocate_shared_memory(gl.int32, [3, 1], PLAIN)
+    work = gl.allocate_shared_memory(gl.int32, [12, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    values_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(values_here, count=1)
+    mbarrier.init(values_free, count=2)
     q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grads_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -512,10 +611,11 @@ def attention_backward(
     gl.warp_specialize(
         [
             (attend, (
-                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
-                q_here, grads_here, is_free, keys_here, keys_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+                q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
+                stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
+                blocks, capacity, heads, group, scale, scale_log2,
                 are_masked, may_add, added, may_add_keys, added_keys,
                 q_len,
                 kv_len,
@@ -523,10 +623,11 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 0,
             )),
             (attend, (
-                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles,
-                q_here, grads_here, is_free, keys_here, keys_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dk_tiles, dv_tiles,
-                items, blocks, heads, group, side, padded_len, capacity, scale, scale_log2,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+                q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
+                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
+                stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
+                blocks, capacity, heads, group, scale, scale_log2,
                 are_masked, may_add, added, may_add_keys, added_keys,
                 q_len,
                 kv_len,
@@ -534,20 +635,21 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 1,
             )),
             (load, (
-                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-                q, k, v, grad_out, lse, delta, first_rows, work,
+                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
                 q_here, grads_here, is_free, keys_here, keys_free,
+                values_here, values_free, spoilt_kv_ptr,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
                 next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
                 are_masked, turns, visits, ranks, most_visits,
-                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS, SHARED_HEADS,
             )),
             (keep_order, (
-                first_rows, turns, work, q_here, is_free, keys_here, keys_free,
+                sum_rows, turns, work, q_here, is_free, keys_here, keys_free,
                 may_add, added, may_add_keys, added_keys,
                 row_turns_ptr, key_turns_ptr,
-                items, blocks, heads, group, side, padded_len,
+                blocks, heads, group,
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS,
             )),
         ],

@@ -47,8 +47,8 @@ def place_of(item, blocks, heads, group, side):
 
 @gluon.jit
 def load(
-    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-    q, k, v, grad_out, lse, delta, first_rows, work,
+    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+    q, k, v, grad_out, lse, minus_delta, first_rows, work,
     q_here, grads_here, is_free, keys_here, keys_free,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
@@ -109,7 +109,9 @@ def load(
             hopper.load_tile(
                 grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
             )
-            hopper.load_tile(delta_tiles, [line + row], grads_here.index(stage), delta.index(stage))
+            hopper.load_tile(
+                minus_delta_tiles, [line + row], grads_here.index(stage), minus_delta.index(stage)
+            )
             first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
             if turn < masked_steps:
                 q_idx = row + q_offset + rows
@@ -162,7 +164,7 @@ def store_part(
 
 @gluon.jit
 def weigh(
-    q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles, hand,
+    q, k, v, grad_out, lse, minus_delta, first_rows, work, ds_tiles, hand,
     doc_q_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
     dq_sum_ptr, own_sum_ptr, all_spoilt_ptr, own_tiles,
@@ -362,7 +364,7 @@ def weigh(
 
 @gluon.jit
 def pull(
-    q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles, hand,
+    q, k, v, grad_out, lse, minus_delta, first_rows, work, ds_tiles, hand,
     doc_q_tiles,
     q_here, grads_here, is_free, keys_here, keys_free,
     dq_sum_ptr, own_sum_ptr, all_spoilt_ptr, own_tiles,
@@ -408,8 +410,8 @@ def pull(
             first = past % STAGES
             mbarrier.wait(grads_here.index(first), past // STAGES & 1)
             their_grads = grad_out.index(first).reshape([BLOCK_M, 128])
-            row_delta = delta.index(first).load(QUERIES)
-            dp = zeros - row_delta[None, :]
+            row_delta = minus_delta.index(first).load(QUERIES)
+            dp = zeros + row_delta[None, :]
             dp = warpgroup_mma(values, their_grads.permute((1, 0)), dp, is_async=True)
 
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -451,8 +453,8 @@ def pull(
                 coming = (turn + 1) % STAGES
                 mbarrier.wait(grads_here.index(coming), (turn + 1) // STAGES & 1)
                 their_grads = grad_out.index(coming).reshape([BLOCK_M, 128])
-                row_delta = delta.index(coming).load(QUERIES)
-                dp = zeros - row_delta[None, :]
+                row_delta = minus_delta.index(coming).load(QUERIES)
+                dp = zeros + row_delta[None, :]
                 dp = warpgroup_mma(values, their_grads.permute((1, 0)), dp, is_async=True)
 
                 dk0, dk1 = warpgroup_mma_wait(1, deps=(dk0, dk1,))
@@ -561,7 +563,7 @@ def attention_backward(
     v_tiles,
     grad_out_tiles,
     lse_tiles,
-    delta_tiles,
+    minus_delta_tiles,
     dk_tiles,
     dv_tiles,
     schedule_stride_b: gl.int64,
@@ -600,7 +602,7 @@ def attention_backward(
         q_tiles.dtype, [STAGES, 1, 1, BLOCK_M, 128], grad_out_tiles.layout
     )
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_tiles.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_tiles.layout)
+    minus_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_tiles.layout)
     DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_tiles.dtype)
     ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
     HAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], gl.float32)
@@ -608,7 +610,7 @@ def attention_backward(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     doc_q_tiles = gl.allocate_shared_memory(doc_ptr.dtype.element_ty, [STAGES, BLOCK_M], PLAIN)
-    work = gl.allocate_shared_memory(gl.int32, [3, 1], PLAIN)
+    work = gl.allocate_shared_memory(gl.int32, [6, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -626,7 +628,7 @@ def attention_backward(
     gl.warp_specialize(
         [
             (weigh, (
-                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles, hand,
+                q, k, v, grad_out, lse, minus_delta, first_rows, work, ds_tiles, hand,
                 doc_q_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, dv_tiles,
@@ -642,7 +644,7 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS,
             )),
             (pull, (
-                q, k, v, grad_out, lse, delta, first_rows, work, ds_tiles, hand,
+                q, k, v, grad_out, lse, minus_delta, first_rows, work, ds_tiles, hand,
                 doc_q_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 dq_sum_ptr, dk_sum_ptr, spoilt_kv_ptr, dk_tiles,
@@ -658,8 +660,8 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS,
             )),
             (load, (
-                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, delta_tiles,
-                q, k, v, grad_out, lse, delta, first_rows, work,
+                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+                q, k, v, grad_out, lse, minus_delta, first_rows, work,
                 q_here, grads_here, is_free, keys_here, keys_free,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
