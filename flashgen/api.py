@@ -202,7 +202,8 @@ class Attention:
             known.found_to_fit(schedule)
         route = route_of(known, call, backend, schedule, invariant)
         tile = route.tile if schedule is None else schedule.block_size
-        compile_ahead(known, call, route, tile, deterministic, invariant)
+        is_given = schedule is not None
+        compile_ahead(known, call, route, tile, deterministic, invariant, is_given)
         made = schedule
         if schedule is None and is_planned(call, route.decodes):
             made = self._kept.of(call, route.tile, "auto", route.kept_by, known.tapes)
@@ -301,7 +302,8 @@ class Attention:
             block = check_block_size(block_size, call.text)
         else:
             block = route_of(known, call, "auto", planned=True).tile
-        return self._kept.of(call, block, planner, kept_key(call, block, planner), known.tapes)
+        key = kept_key(call, block, planner)
+        return self._kept.of(call, block, planner, key, known.tapes).shared()
 
     def _known_to_plan(
         self, q: Any, k: Any, v: Any, given: dict[str, Any], data: dict[str, Any]

@@ -21,6 +21,7 @@ from .launch import hopper_latent as launch_hopper_latent
 from .model import Cost
 from .order import Ordered, ordered
 from .schedule import Schedule
+from .schedule.documents import apart_of
 from .show import explain_text
 from .spec import Spec
 from .tiling.hopper import shape_for
@@ -37,7 +38,12 @@ def _forward(call: Call, choice: Choice, kernel: Kernel) -> list[emit.Generated]
         made = [launch_decode.generate(spec, variant, dealt=kernel.dealt)]
         return [*made, emit_decode.merging(kernel.dealt)]
     if choice.name == "hopper":
-        return list(launch_hopper.generate(spec, variant))
+        made = list(launch_hopper.generate(spec, variant))
+        if (apart := apart_of(spell(call.bound), call.geometry, (128, 128))) is not None:
+            # On a schedule that is given, in the place of the first one.
+            others = launch_hopper.generate(spec, variant, skips=True)[0]
+            made += [others, launch_hopper.apart_text(apart.bound.spec, variant)]
+        return made
     return [launch.generate(spec, variant)]
 
 

@@ -94,6 +94,15 @@ def _tables(mask: Expr) -> dict[Expr, Table]:
     return found
 
 
+def apart(mask: Expr | None) -> tuple[Expr, Table, tuple[Expr, ...]] | None:
+    """The one equality that all pairs need, its table, and what they need beside; else None."""
+    if mask is None or len(found := _tables(mask)) != 1:
+        return None
+    ((node, table),) = found.items()
+    parts = dict.fromkeys(_flat("and", mask))
+    return (node, table, tuple(part for part in parts if part != node)) if node in parts else None
+
+
 def _needed(mask: Expr) -> Iterator[Expr]:
     for part in _flat("and", mask):
         options = _flat("or", part)

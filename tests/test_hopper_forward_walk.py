@@ -17,6 +17,7 @@ from flashgen import hopper, launch, masks
 from flashgen.calls.routes import tile_of
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_forward as launch_hopper
+from flashgen.schedule import documents
 from flashgen.tiling import target_of
 from flashgen.tiling.shares import Shares
 
@@ -46,18 +47,29 @@ def walk(
     bound, geometry = spell(call.bound), call.geometry
     # Packed tensors are views from here on.
     q, k, v = call.q, call.k, call.v
-    variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1])
-    machine = Machine(launch_hopper.generate(bound.spec, variant, tile[0] // 64)[0].text)
     spoilt: list[torch.Tensor] = []
+    fresh: set[str] = {"out_ptr", "lse_ptr"}
+    machines: dict[Any, Machine] = {}
+
+    def walking(text: str) -> Any:
+        machine = Machine(text)
+        return machines.setdefault(machine.attention_forward, machine).attention_forward
 
     def run(kernel: Any, names: Any, values: Any, *rest: Any) -> None:
         if kernel is None:
             return spoilt.append(values["spoilt_ptr"])
-        for name in ("out_ptr", "lse_ptr"):
-            values[name].fill_(torch.nan)
-        machine.launch(kernel, names, values, *rest)
+        while fresh:
+            values[fresh.pop()].fill_(torch.nan)
+        machines[kernel].launch(kernel, names, values, *rest)
 
-    monkeypatch.setattr(launch_hopper, "_kernels", lambda *_: (machine.attention_forward, None))
+    monkeypatch.setattr(
+        launch_hopper, "_kernels",
+        lambda *how: (walking(launch_hopper.generate(*how[:-1])[0].text), None),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        launch_hopper, "_apart_kernel",
+        lambda *how: ((made := launch_hopper.apart_text(*how[:-1])), walking(made.text)),
+    )  # fmt: skip
     monkeypatch.setattr(launch, "launch", run)
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
@@ -155,6 +167,38 @@ def test_data_in_order_and_not(monkeypatch: pytest.MonkeyPatch, is_ordered: bool
     tensors = inputs(2, 2, 1, 400, 400, 64, 64)
     assert attend.schedule(*tensors, doc=doc).ranges[0].order.tolist() == [1, int(is_ordered)]
     check(monkeypatch, attend, tensors, doc=doc)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dims", "tile"),
+    [
+        (masks.causal_document, (128, 128), (128, 128)),
+        (masks.document, (64, 64), (128, 128)),
+        (masks.causal_document & masks.sliding_window(window=100), (192, 128), (128, 64)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lie", ["together", "apart", pytest.param("too many", marks=pytest.mark.slow)]
+)
+def test_documents_as_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+    lie: str,
+    mask: Any,
+    dims: tuple[int, int],
+    tile: tuple[int, int],
+) -> None:
+    """Of all lengths, one of them a whole element; by their ids where they are no sequences."""
+    monkeypatch.setattr(documents, "ROWS", 1)
+    monkeypatch.setattr(documents, "FEWEST", 64)
+    cuts = torch.tensor([[1, 130, 258, 350, 351], [600] * 5, [400, 401, 402, 510, 519]])
+    doc = (torch.arange(520) >= cuts[..., None]).sum(1)
+    if lie == "apart":
+        doc[1] = torch.randint(0, 2, (520,))
+    if lie == "too many":
+        doc[2] = torch.arange(520) // 40
+    attend, data = fg.Attention(mask, sinks=True), {"doc": doc, "sinks": torch.randn(2)}
+    check(monkeypatch, attend, inputs(3, 2, 1, 520, 520, *dims), tile=tile, **data)
 
 
 @fg.attention(mask=masks.causal, softcap=9.0, sinks=True)

@@ -24,17 +24,19 @@ def compile_ahead(
     tile: tuple[int, int],
     deterministic: bool,
     invariant: bool,
+    is_given: bool,
 ) -> None:
-    """Begin to compile what a call launches on a schedule of this tile, unless that was done."""
+    """Begin to compile what a call launches on a schedule of this tile, unless that was done;
+    `is_given`: on one that was made before."""
     if call.q.device.type != "cuda":
         return
     needed = _needed(call)
-    asked = ("ahead", route.backend, route.decodes, tile, needed, deterministic, invariant)
+    how = tile, needed, deterministic, invariant, is_given
+    asked = ("ahead", route.backend, route.decodes, *how)
 
     def begin() -> bool:
         key = (*asked, *_kind_of(call))
-        work = functools.partial(_go_through, call, route, tile, needed, deterministic, invariant)
-        ahead.once(key, call.q.device, work)
+        ahead.once(key, call.q.device, functools.partial(_go_through, call, route, *how))
         return True
 
     known.once(asked, begin)
@@ -65,12 +67,14 @@ def _go_through(
     needed: tuple[bool, ...],
     deterministic: bool,
     invariant: bool,
+    is_given: bool,
 ) -> None:
     """The call on a schedule of its own, which is dropped, with results that nobody sees."""
     with torch.no_grad():
         schedule = None
         if is_planned(call, route.decodes):
             schedule = make_schedule(call.bound, call.geometry, tile, "auto", call.text)
+            schedule = schedule.shared() if is_given else schedule
         if route.decodes:
             decode(call, schedule, invariant, route.backend)
             return

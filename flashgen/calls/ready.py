@@ -16,6 +16,7 @@ from torch.autograd import forward_ad as fwAD
 from .. import ops
 from ..call import Call
 from ..decoding import wants_gradient
+from ..launch import hopper_forward as launch_hopper
 from ..launch import precision_of
 from ..schedule import Schedule
 from ..schedule.value import is_capturing
@@ -110,10 +111,14 @@ def remember(
             bare = ops.Planned(bare, call.bound, route.tile, known.tapes)
     # Nothing here may hold the call, and its tensors.
     group, has_mask = call.geometry.group, call.bound.spec.mask is not None
+    apart = None
+    if given is not None and route.backend == "hopper":
+        dims = call.q.shape[-1], call.v.shape[-1]
+        apart = launch_hopper.apart_in(given, call.bound, call.geometry, dims)
 
     def read(schedule: Schedule) -> tuple[Any, str]:
         if not route.decodes:
-            return schedule.read_by(hopper=route.backend == "hopper")
+            return schedule.read_by(hopper=route.backend == "hopper", apart=apart)
         return schedule.read_by_decoding(group) if has_mask else ((), "")
 
     known.ready[asked, graded, given is None] = Ready(kept, fit, read, bare)

@@ -39,8 +39,9 @@ class Variant:
 
     `offset`: where positions come from: `scalar` (an int), `tensor`, or `lens` (bottom-right of
     per-batch lengths). `wide`: scalars and data lengths passed as 64 bits. `dropout`: whether
-    weights are dropped. `packed`: sequences of queries one after another. `keys`: `dense`, `packed`
-    or `paged`. `approximates`: scores of 16-bit inputs for NVIDIA, whose tanh is an instruction."""
+    weights are dropped. `packed`: sequences of queries one after another. `keys`: `dense`,
+    `packed`, `paged`, or `parted` (documents in dense tensors, as sequences, on Hopper).
+    `approximates`: scores of 16-bit inputs for NVIDIA, whose tanh is an instruction."""
 
     head_dim: int
     v_head_dim: int
@@ -55,6 +56,8 @@ class Variant:
     @property
     def suffix(self) -> str:
         """Part of a file's name."""
+        if self.keys == "parted":
+            return "_parted"
         return "_packed" * self.packed + "_paged" * (self.keys == "paged")
 
 

@@ -239,8 +239,12 @@ def covers(head_dim: int, v_head_dim: int) -> bool:
     return not (head_dim % 8 or v_head_dim % 8) and q_sizes[: len(v_sizes)] == v_sizes
 
 
-def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2) -> Generated:
-    """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each."""
+def forward(
+    spec: Spec, variant: Variant, command: str = "", *, groups: int = 2, skips: bool = False
+) -> Generated:
+    """Hopper's forward kernel of a spec; `groups`: warpgroups that multiply, of 64 rows each;
+    `skips`: where documents lie together, another kernel has them apart, and this one does
+    nothing."""
     given, spec = spec, with_tables(spec)
     mask = _mask_math(spec, variant)
     slant, level = _apart(spec, variant, groups)
@@ -257,7 +261,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
     crosses = bool(mask.general.crossing or score.crossing)
     pieces = _pieces(q_parts, groups, crosses or overlaps)
     descriptors = _descriptors(q_parts, v_parts)
-    arguments = _arguments(spec, variant, descriptors)
+    arguments = _arguments(spec, variant, descriptors, skips)
     buffers = [f"{d.removesuffix('_desc')}_tiles" for d in descriptors]
     views = [(f"{x}{p.number}", p) for x, parts in (("k", q_parts), ("v", v_parts)) for p in parts]
     buffers += [f"{name}_pages" for name, _ in views] if variant.keys == "paged" else []
@@ -282,6 +286,8 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             v_bytes=_bytes("v", v_parts, variant),
             page_views=views,
             kv_lens=variant.kv_lens,
+            clears=variant.kv_lens and variant.keys != "parted",
+            skips=skips,
             offset=variant.offset,
             packed=variant.packed,
             key_storage=variant.keys,
@@ -313,7 +319,7 @@ def forward(spec: Spec, variant: Variant, command: str = "", *, groups: int = 2)
             used_in=used_in,
         )
     )
-    name = f"{kernel_name(spec, variant)}{variant.suffix}_hopper_fwd"
+    name = f"{kernel_name(spec, variant)}{variant.suffix}_hopper_fwd{'_of_others' * skips}"
     return Generated(name, tidy(text), tuple(bare(a) for a in arguments))
 
 
@@ -387,7 +393,7 @@ def _bytes(name: str, parts: tuple[Part, ...], variant: Variant | None = None) -
     return " + ".join(f"{name}{part.number}_desc.block_type.nbytes" for part in parts)
 
 
-def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str]:
+def _arguments(spec: Spec, variant: Variant, descriptors: list[str], skips: bool) -> list[str]:
     """The kernel's arguments: descriptors in the place of pointers and strides; packed: the queue
     in the place of what says where sequences are."""
     known = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *STRIDES}
@@ -400,5 +406,5 @@ def _arguments(spec: Spec, variant: Variant, descriptors: list[str]) -> list[str
     rest = [a for a in attention_arguments(spec, variant) if bare(a) not in known]
     return [
         "out_ptr", "lse_ptr", "spoilt_ptr", *descriptors, "next_item_ptr", *work,
-        "last_heads: tl.int32", *rest
+        *["parted_ptr"] * skips, "last_heads: tl.int32", *rest
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from ..dropout import Dropout
 from ..geometry import MAX_POSITION, Geometry
 from ..lower.widths import size_name
 from ..order import tables_of
-from ..schedule import Schedule
+from ..schedule import Runs, Schedule
 from ..spec import Bound, Spec
 from ..tiling import Tiling
 
@@ -110,8 +110,15 @@ def forward_scales(spec: Spec, scale: float, softcap: float | None) -> dict[str,
 
 def schedule_values(schedule: Schedule) -> dict[str, Any]:
     """The kernel's arguments for a schedule's runs; strides count rows of tiles."""
-    runs = schedule.kv_runs
-    batch, heads, rows = schedule.states.shape[:3]
+    rows = schedule.states.shape[2]
+    return {
+        **run_values(schedule.kv_runs), "sequences_ptr": schedule.q_sequences, "q_tiles": rows
+    }  # fmt: skip
+
+
+def run_values(runs: Runs) -> dict[str, Any]:
+    """The same without what only packed sequences have."""
+    batch, heads, rows = runs.counts.shape[:3]
     return {
         "counts": runs.counts,
         "masked_runs": runs.masked,
@@ -120,8 +127,6 @@ def schedule_values(schedule: Schedule) -> dict[str, Any]:
         "schedule_stride_h": rows if heads > 1 else 0,
         "masked_width": runs.masked.shape[-2],
         "full_width": runs.full.shape[-2],
-        "sequences_ptr": schedule.q_sequences,
-        "q_tiles": rows,
     }
 
 

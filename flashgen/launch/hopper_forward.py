@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..config import config
 from ..emit import hopper_forward as emit_hopper
 from ..geometry import Geometry
 from ..schedule import Schedule
+from ..schedule.documents import Apart, apart_of
 from ..schedule.make import has_long_rows
 from ..spec import Bound, Spec
 from ..tiling import Target, Tiling
@@ -98,19 +99,20 @@ def unsupported(target: Target, dtype: torch.dtype) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def generate(
-    spec: Spec, variant: emit.Variant, groups: int = 2
+    spec: Spec, variant: emit.Variant, groups: int = 2, skips: bool = False
 ) -> tuple[emit.Generated, emit.Generated]:
-    """The texts of the forward kernel, and of the one that repairs its rows."""
-    forward = emit_hopper.forward(spec, variant, groups=groups)
+    """The texts of the forward kernel, and of the one that repairs its rows; `skips`: it leaves
+    documents that lie together to another one."""
+    forward = emit_hopper.forward(spec, variant, groups=groups, skips=skips)
     return forward, emit.forward(spec, variant, repairs=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def _kernels(
-    spec: Spec, variant: emit.Variant, groups: int, parts: tuple[str, ...]
+    spec: Spec, variant: emit.Variant, groups: int, skips: bool, parts: tuple[str, ...]
 ) -> tuple[Any, Any]:
     forward, repair = (
-        binaries.Kernels(g.name, g.text, parts) for g in generate(spec, variant, groups)
+        binaries.Kernels(g.name, g.text, parts) for g in generate(spec, variant, groups, skips)
     )
     return forward.attention_forward, repair.repair_rows
 
@@ -138,8 +140,9 @@ def forward(
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
     dims = (q.shape[-1], v.shape[-1])
     default = shape_for(*dims, schedule.block_size[1], schedule.block_size[0])
-    kernel, repair = _kernels(bound.spec, variant, default.groups, launch.key_parts())
-    texts = generate(bound.spec, variant, default.groups)
+    apart = apart_in(schedule, bound, geometry, dims)
+    how = bound.spec, variant, default.groups, apart is not None
+    (kernel, repair), texts = _kernels(*how, launch.key_parts()), generate(*how)
     page_size = geometry.pages.size if geometry.pages is not None else None
     paged = {} if page_size is None else {"PAGE_SIZE": page_size}
     values = {
@@ -164,7 +167,12 @@ def forward(
             merging.merge(given["parts_ptr"], given["lses_ptr"], *results)
 
     what = launch.tuned_as(texts[0].name, texts[0].text, q.dtype)
-    attend(tuned(what, q.device, default, dims, attend))
+    if apart is not None:
+        values["parted_ptr"] = schedule.documents(apart).holds
+        _attend_apart(apart, values, variant, geometry, schedule, dims)
+        attend(default)
+    else:
+        attend(tuned(what, q.device, default, dims, attend))
     tiling = launch.default_tiling(q, v.shape[-1], schedule, bound.spec)
     constants = arguments.constants_of(q, [q, k, v, out], tiling, schedule.block_size) | paged
     values["items"] = launch.row_blocks(geometry, schedule, tiling) * geometry.heads
@@ -172,6 +180,65 @@ def forward(
     constants["CHUNK"] = _CHUNK
     launch.launch(repair, texts[1].arguments, values, constants, tiling, programs)
     return out, lse
+
+
+def apart_in(
+    schedule: Schedule, bound: Bound, geometry: Geometry, dims: tuple[int, int]
+) -> Apart | None:
+    """How a call's documents are sequences: on a schedule that is used again, as finding them costs
+    as much as it brings to one call. Narrow heads have tall tiles where a row's tiles are all full
+    but one."""
+    if not schedule.is_shared or (apart := apart_of(bound, geometry, schedule.block_size)) is None:
+        return None
+    is_tall = max(dims) <= 64 and apart.bound.spec.mask is None
+    return replace(apart, block=(192, apart.block[1])) if is_tall else apart
+
+
+def _attend_apart(
+    apart: Apart,
+    values: dict[str, Any],
+    variant: emit.Variant,
+    geometry: Geometry,
+    schedule: Schedule,
+    dims: tuple[int, int],
+) -> None:
+    """Documents that lie together, as sequences; `values`: of the kernel that takes others."""
+    documents, default = schedule.documents(apart), shape_for(*dims, *apart.block[::-1])
+    generated, kernel = _apart_kernel(apart.bound.spec, variant, default.groups, launch.key_parts())
+    out, processors = values["out_ptr"], launch.multiprocessors(geometry.device)
+    own = {
+        **values, **arguments.run_values(documents.runs), "total_q": apart.length, "q_offset": 0,
+        "queue_ptr": documents.queue,
+    }  # fmt: skip
+    items = geometry.heads * documents.runs.counts.shape[2]
+
+    def attend(shape: Shape) -> None:
+        # At most; only the device knows how many rows of tiles there are.
+        blocks = max(1, apart.batch * apart.length // shape.block_m)
+        side = _last_heads(geometry.heads, geometry.group, blocks, shape.side * processors)
+        layout = Layout(items, Shares(items), 0, min(items, processors), side)
+        given = own | _buffers(layout, out, values["lse_ptr"])
+        constants = constants_of(shape)
+        launch.launch(kernel, generated.arguments, given, constants, WARPS, layout.programs)
+
+    what = launch.tuned_as(generated.name, generated.text, out.dtype)
+    attend(tuned(what, out.device, default, dims, attend))
+
+
+@functools.lru_cache(maxsize=1024)
+def apart_text(spec: Spec, variant: emit.Variant, groups: int = 2) -> emit.Generated:
+    """The text of the kernel for documents as sequences, of the mask without their ids; `variant`:
+    of the whole call."""
+    own = replace(variant, kv_lens=True, offset="scalar", packed=True, keys="parted")
+    return emit_hopper.forward(spec, own, groups=groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def _apart_kernel(
+    spec: Spec, variant: emit.Variant, groups: int, parts: tuple[str, ...]
+) -> tuple[emit.Generated, Any]:
+    made = apart_text(spec, variant, groups)
+    return made, binaries.Kernels(made.name, made.text, parts).attention_forward
 
 
 def _results(

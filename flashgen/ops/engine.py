@@ -140,7 +140,11 @@ class Kernels:
             out, lse = self._run_forward(q, k, v, sinks=sinks, **given, **self._arguments)
             return out, lse
 
-        read, layout = self._schedule.read_by(hopper=self._hopper)
+        apart = None
+        if self._hopper:
+            dims = q.shape[-1], v.shape[-1]
+            apart = launch_hopper.apart_in(self._schedule, self._bound, self.geometry, dims)
+        read, layout = self._schedule.read_by(hopper=self._hopper, apart=apart)
         precision = launch.precision_of(q.dtype)
         key = ("forward", self._hopper, self._batch_invariant, precision, layout)
         tensors = (q, k, v, sinks, *data, *self.geometry.tensors, *read)

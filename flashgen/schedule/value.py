@@ -14,6 +14,7 @@ from ..order import Ranges, find_ranges
 from ..records.tape import Tapes, layouts_of
 from ..storage import Packing
 from .classify import FULL, PARTIAL
+from .documents import Apart, Documents, find_documents
 from .queue import queue
 from .runs import Runs, Visits, column_capacity, compact, visits
 
@@ -49,6 +50,8 @@ class Schedule:
     _tapes: Tapes = field(default_factory=Tapes, repr=False)
     # Whether it serves one call alone.
     _is_of_one_call: bool = field(default=False, repr=False)
+    # Whether it was asked for, to be used more than once: what is found for it pays.
+    is_shared: bool = field(default=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -134,23 +137,34 @@ class Schedule:
         return (self.states,) if self._kv_runs is None else (self.states, *self._kv_runs.tensors)
 
     def read_by(
-        self, *, by_key: bool = False, hopper: bool = False, ordered: bool = False
+        self,
+        *,
+        by_key: bool = False,
+        hopper: bool = False,
+        ordered: bool = False,
+        apart: Apart | None = None,
     ) -> tuple[Any, str]:
         """What kernels read of it, and how that is laid out; `by_key`: also along the columns;
-        `hopper`: Hopper's own, with sums that are `ordered`."""
+        `hopper`: Hopper's own, with sums that are `ordered`; `apart`: with documents that are."""
         queued = hopper and self.packing is not None and self.packing.cu_kv is not None
         late_first = queued and ordered
-        name = f"read {by_key} {queued} {late_first}"
-        made: tuple[Any, str] = self._kept(name, lambda: self._read_by(by_key, queued, late_first))
+        name = f"read {by_key} {queued} {late_first} {apart and (apart.batch, apart.block)}"
+        made: tuple[Any, str] = self._kept(
+            name, lambda: self._read_by(by_key, queued, late_first, apart)
+        )
         return made
 
-    def _read_by(self, by_key: bool, queued: bool, late_first: bool) -> tuple[Any, str]:
+    def _read_by(
+        self, by_key: bool, queued: bool, late_first: bool, apart: Apart | None
+    ) -> tuple[Any, str]:
         found = [self.states, self.q_sequences, *self.kv_runs.tensors]
         found += [x for made in self.ranges for x in (made.range, made.order)]
         if by_key:
             found += [self.kv_sequences, *self.q_runs.tensors]
         if queued:
             found += [self.queue(), *([self.queue(True, late_first)] if by_key else [])]
+        if apart is not None:
+            found += self.documents(apart).read
         return tuple(found), f"{self.block_size} {layouts_of(*found)}"
 
     def read_by_decoding(self, group: int) -> tuple[Any, str]:
@@ -185,6 +199,11 @@ class Schedule:
         """Runs along the columns: what gradients of keys and values consume."""
         made: Runs = self._q_runs or self._kept("q_runs", self._transpose)
         return made
+
+    def shared(self) -> Schedule:
+        """Itself, for calls that it is given to."""
+        self.__dict__["is_shared"] = True
+        return self
 
     def for_call(self) -> Schedule:
         """Itself; in a CUDA graph a copy, which keeps what the call makes of it."""
@@ -261,6 +280,12 @@ class Schedule:
             return (queue_on_device(runs.counts, lying, self.block_size, by_key, late_first),)
 
         return self._tapes.run(key, (), run, tensors)[0]  # type: ignore[no-any-return]
+
+    def documents(self, apart: Apart) -> Documents:
+        """Documents as sequences, each in tiles of its own: found when Hopper's forward asks."""
+        name = f"documents {apart.batch} {apart.block}"
+        made: Documents = self._kept(name, lambda: find_documents(self, apart, self._tapes))
+        return made
 
     @property
     def ranges(self) -> tuple[Ranges, ...]:
