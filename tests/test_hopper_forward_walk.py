@@ -13,10 +13,11 @@ from hopper_machine import Machine, Tiles
 from stored import Sequences
 
 import flashgen as fg
-from flashgen import hopper, launch, masks
+from flashgen import launch, masks
 from flashgen.calls.routes import tile_of
 from flashgen.kernel_names import spell
 from flashgen.launch import hopper_forward as launch_hopper
+from flashgen.launch import tma
 from flashgen.schedule import documents
 from flashgen.tiling import target_of
 from flashgen.tiling.shares import Shares
@@ -73,7 +74,7 @@ def walk(
     monkeypatch.setattr(launch, "launch", run)
     monkeypatch.setattr(launch, "current_target", lambda device: target_of("cuda", 90))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
-    monkeypatch.setattr(hopper, "descriptor", Tiles)
+    monkeypatch.setattr(tma, "descriptor", Tiles)
     monkeypatch.setattr(launch_hopper.merging, "merge", merge)
     if shares is not None:
         monkeypatch.setattr(launch_hopper, "_shares", lambda *_: shares)

@@ -14,10 +14,11 @@ from hopper_machine import Machine, Tiles
 from test_emit import AWKWARD, arguments, assigned, functions, read
 
 import flashgen as fg
-from flashgen import emit, hopper, launch, masks
+from flashgen import emit, launch, masks
 from flashgen.kernel_names import spell
 from flashgen.launch import decode as launch_decode
 from flashgen.launch import hopper_latent as launch_hopper_latent
+from flashgen.launch import tma
 from flashgen.tiling import target_of
 from flashgen.tiling.decode import LATENT_TILE, Splits
 
@@ -45,7 +46,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(launch_decode, "splits_of", lambda *_, **__: splits)
         monkeypatch.setattr(launch_decode, "run", lambda work, *_, **__: works.append(work))
         monkeypatch.setattr(launch_decode.merging, "merge", merge)
-        monkeypatch.setattr(hopper, "descriptor", Tiles)
+        monkeypatch.setattr(tma, "descriptor", Tiles)
         out, lse = launch_hopper_latent.forward(
             *(call.q, call.k, call.v),
             bound=bound,

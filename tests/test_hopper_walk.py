@@ -12,12 +12,12 @@ from hopper_machine import Machine, Tiles
 from stored import Sequences
 
 import flashgen as fg
-from flashgen import hopper, launch, masks
+from flashgen import launch, masks
 from flashgen.emit import Variant
 from flashgen.emit.gradients import Wanted
 from flashgen.emit.sums import NO_DATA, summed
 from flashgen.kernel_names import spell
-from flashgen.launch import arguments
+from flashgen.launch import arguments, tma
 from flashgen.launch import hopper_backward as launch_hopper_backward
 from flashgen.launch.backward_run import key_schedule
 from flashgen.tiling.hopper import Steps
@@ -96,7 +96,7 @@ def walk(
     monkeypatch.setattr(launch_hopper_backward, "_module", lambda *_: (machine, made))
     monkeypatch.setattr(launch_hopper_backward, "launch", machine.launch)
     monkeypatch.setattr(launch_hopper_backward, "multiprocessors", lambda _: 3)
-    monkeypatch.setattr(hopper, "descriptor", Tiles)
+    monkeypatch.setattr(tma, "descriptor", Tiles)
     grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
     flags = launch_hopper_backward.backward(
         bound.spec, variant, values, geometry, schedule.block_size, tuple(grads), ordered, wanted

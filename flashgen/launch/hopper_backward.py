@@ -89,9 +89,9 @@ def _module(
 
 def can_describe(tensors: Mapping[str, torch.Tensor]) -> str:
     """Why TMA can't address one of a call's tensors; empty if it can."""
-    from .. import hopper
+    from . import tma
 
-    found = ((name, hopper.can_describe(tensor)) for name, tensor in tensors.items())
+    found = ((name, tma.can_describe(tensor)) for name, tensor in tensors.items())
     return next((f"{name} has {problem}" for name, problem in found if problem), "")
 
 
@@ -316,21 +316,21 @@ def _descriptors(
     variant: emit.Variant,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> dict[str, Any]:
-    from .. import hopper
+    from . import tma
 
     width, v_width = width_of(variant.head_dim), width_of(variant.v_head_dim)
     block_n = keys_of(variant.head_dim, variant.v_head_dim)
     lse, minus_delta = (values[f"{n}_ptr"].reshape(-1) for n in ("lse_log2", "minus_delta"))
     tiles = {
-        "q_tiles": hopper.descriptor(values["q_ptr"], (BLOCK_M, width)),
-        "k_tiles": hopper.descriptor(values["k_ptr"], (block_n, width)),
-        "v_tiles": hopper.descriptor(values["v_ptr"], (block_n, v_width)),
-        "grad_out_tiles": hopper.descriptor(values["grad_out_ptr"], (BLOCK_M, v_width)),
-        "lse_tiles": hopper.descriptor(lse, (BLOCK_M,)),
-        "minus_delta_tiles": hopper.descriptor(minus_delta, (BLOCK_M,)),
+        "q_tiles": tma.descriptor(values["q_ptr"], (BLOCK_M, width)),
+        "k_tiles": tma.descriptor(values["k_ptr"], (block_n, width)),
+        "v_tiles": tma.descriptor(values["v_ptr"], (block_n, v_width)),
+        "grad_out_tiles": tma.descriptor(values["grad_out_ptr"], (BLOCK_M, v_width)),
+        "lse_tiles": tma.descriptor(lse, (BLOCK_M,)),
+        "minus_delta_tiles": tma.descriptor(minus_delta, (BLOCK_M,)),
     }
     if block_n == 64:
         # Smaller heads' gradients leave from registers.
-        tiles["dk_tiles"] = hopper.descriptor(grads[1], (64, width))
-        tiles["dv_tiles"] = hopper.descriptor(grads[2], (64, v_width))
+        tiles["dk_tiles"] = tma.descriptor(grads[1], (64, width))
+        tiles["dv_tiles"] = tma.descriptor(grads[2], (64, v_width))
     return tiles

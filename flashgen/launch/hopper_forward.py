@@ -51,7 +51,7 @@ def obstacle(
             return f"sequences of at most {MOST_QUERIES} queries leave most of a tile empty"
     if not tensors:
         return ""
-    from .. import hopper
+    from . import tma
 
     q, k, v = tensors
     dims = (q.shape[-1], v.shape[-1])
@@ -62,7 +62,7 @@ def obstacle(
         return f"Hopper's kernels don't work on tiles of {tile}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         # What isn't contiguous along a row is copied first.
-        if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
+        if x.stride(-1) == 1 and (problem := tma.can_describe(x)):
             return f"{name} has {problem}"
     return ""
 
@@ -368,7 +368,7 @@ def descriptors(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, page_size: int | None = None
 ) -> dict[str, Any]:
     """TMA descriptors of each part of the head dimensions, as the kernel names them."""
-    from .. import hopper
+    from . import tma
 
     keys, widest = shape.block_n, 256
     if page_size is not None and page_size < keys:
@@ -376,7 +376,7 @@ def descriptors(
         keys, widest = page_size, 64
     rows = {"q": 64, "k": keys, "v": keys}
     return {
-        f"{name}{part.number}_desc": hopper.descriptor(
+        f"{name}{part.number}_desc": tma.descriptor(
             x, (rows[name], part.size if name == "q" else min(part.size, widest))
         )
         for name, x in (("q", q), ("k", k), ("v", v))

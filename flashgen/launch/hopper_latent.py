@@ -48,11 +48,11 @@ def obstacle(
         return f"pages of {geometry.pages.size} are no multiple of {BLOCK_N}"
     if schedule is not None and schedule.block_size[1] % BLOCK_N:
         return f"tiles of {schedule.block_size[1]} keys are no multiple of {BLOCK_N}"
-    from .. import hopper
+    from . import tma
 
     for name, x in (("q", q), ("kv", kv)):
         # What isn't contiguous along a row is copied first.
-        if x.stride(-1) == 1 and (problem := hopper.can_describe(x)):
+        if x.stride(-1) == 1 and (problem := tma.can_describe(x)):
             return f"{name} has {problem}"
     return ""
 
@@ -138,12 +138,12 @@ def constants_of(heads: MLA, blocks: Blocks, *, partial: bool) -> dict[str, Any]
 
 def descriptors(q: torch.Tensor, kv: torch.Tensor, heads: MLA, blocks: Blocks) -> dict[str, Any]:
     """TMA descriptors of half a latent row and of its positions, as the kernel names them."""
-    from .. import hopper
+    from . import tma
 
     rows = (blocks.group, blocks.queries)
     return {
-        "q_half_desc": hopper.descriptor(q, (*rows, heads.rank // 2)),
-        "q_rope_desc": hopper.descriptor(q, (*rows, heads.rope)),
-        "k_half_desc": hopper.descriptor(kv, (BLOCK_N, heads.rank // 2)),
-        "k_rope_desc": hopper.descriptor(kv, (BLOCK_N, heads.rope)),
+        "q_half_desc": tma.descriptor(q, (*rows, heads.rank // 2)),
+        "q_rope_desc": tma.descriptor(q, (*rows, heads.rope)),
+        "k_half_desc": tma.descriptor(kv, (BLOCK_N, heads.rank // 2)),
+        "k_rope_desc": tma.descriptor(kv, (BLOCK_N, heads.rope)),
     }

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashgen import aot, hopper
+from flashgen.launch import tma
 from flashgen.tiling import Tiling
 
 
@@ -40,7 +41,7 @@ def product(a_desc, b_desc, out_desc, sum_ptr, num_warps: gl.constexpr):
 def test_every_name_compiles():
     x = torch.empty(2, 3, 100, 64, dtype=torch.bfloat16)
     tile = (64, 64)
-    values = [*(hopper.descriptor(t, tile) for t in (x, x, x.float())), torch.empty(4096)]
+    values = [*(tma.descriptor(t, tile) for t in (x, x, x.float())), torch.empty(4096)]
     found = aot.compile_kernel("sm_90", product, values, {}, Tiling(64, 64, 4, 1))
     assert found.spills == 0
     count = found.instructions()
@@ -67,6 +68,6 @@ def test_what_can_be_described(change, why):
     x = torch.empty(2, 3, 100, 64, dtype=torch.float16)
     if "strides that" in why:
         x = torch.empty(2, 3, 100, 65, dtype=torch.float16)
-    assert hopper.can_describe(change(x)) == why
+    assert tma.can_describe(change(x)) == why
     if not why:
-        hopper.descriptor(change(x), (64, 64))
+        tma.descriptor(change(x), (64, 64))

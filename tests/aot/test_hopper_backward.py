@@ -9,8 +9,9 @@ import torch
 from golden_kernels import GOLDEN
 from spilling import at_most
 
-from flashgen import aot, cache, emit, hopper, launch
+from flashgen import aot, cache, emit, launch
 from flashgen.emit.hopper_backward import keys_of, stages_of, width_of
+from flashgen.launch import tma
 from flashgen.launch.hopper_backward import BLOCK_M, generate
 from flashgen.spec import Spec
 from flashgen.tiling import Tiling
@@ -40,14 +41,14 @@ def _placeholders(
     block_n = keys_of(variant.head_dim, variant.v_head_dim)
     rows = torch.empty(1, 2, 256, 256, dtype=torch.bfloat16)
     given = {
-        "q_tiles": hopper.descriptor(rows, (BLOCK_M, width)),
-        "k_tiles": hopper.descriptor(rows, (block_n, width)),
-        "v_tiles": hopper.descriptor(rows, (block_n, v_width)),
-        "grad_out_tiles": hopper.descriptor(rows, (BLOCK_M, v_width)),
-        "lse_tiles": hopper.descriptor(torch.empty(512), (BLOCK_M,)),
-        "minus_delta_tiles": hopper.descriptor(torch.empty(512), (BLOCK_M,)),
-        "dk_tiles": hopper.descriptor(rows, (64, width)),
-        "dv_tiles": hopper.descriptor(rows, (64, v_width)),
+        "q_tiles": tma.descriptor(rows, (BLOCK_M, width)),
+        "k_tiles": tma.descriptor(rows, (block_n, width)),
+        "v_tiles": tma.descriptor(rows, (block_n, v_width)),
+        "grad_out_tiles": tma.descriptor(rows, (BLOCK_M, v_width)),
+        "lse_tiles": tma.descriptor(torch.empty(512), (BLOCK_M,)),
+        "minus_delta_tiles": tma.descriptor(torch.empty(512), (BLOCK_M,)),
+        "dk_tiles": tma.descriptor(rows, (64, width)),
+        "dv_tiles": tma.descriptor(rows, (64, v_width)),
     }
     counters = ("spoilt_kv_ptr", "next_item_ptr", "longest_ptr", "row_turns_ptr", "key_turns_ptr")
     kinds = dict.fromkeys((*counters, "visits", "ranks"), torch.int32) | {"states": torch.int8}
