@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..expr import Expr, leaves, make, walk
+from ..expr import Expr, leaves, make
 from ..layout import tidy
-from ..lower import Lowered, isolate, with_distances
-from ..order import ordered, with_tables
+from ..order import with_tables
 from ..spec import Spec
 from . import (
     STRIDES,
@@ -26,210 +23,20 @@ from . import (
     is_added,
     is_pointer,
     kernel_name,
-    lower_for,
     parts_of,
     scores_of,
     slant_of,
     unaligned_pointers,
     used_in,
 )
-from .flags import without_flags
-from .level import OF_TILES, Level, level_of, level_text
+from .by_key import across, lower_by_key, of_lane
+from .hopper_mask import MaskMath, mask_math
+from .level import Level, level_of, level_text
 from .mask_text import needed
 from .scores import BY_SCALE, unscaled
 
 # How far keys are ahead of a row block's queries.
 _AHEAD = "ahead(first_key, columns, q_idx, FLOAT)"
-
-
-@dataclass(frozen=True)
-class Math:
-    """An expression as statements: for a row block, for a tile's keys, for its pairs.
-
-    `crossing` are the names of the keys' statements that the pairs' read."""
-
-    lowered: Lowered
-    crossing: tuple[str, ...]
-
-    @property
-    def lines(self) -> tuple[tuple[str, ...], ...]:
-        return self.lowered.statements
-
-    @property
-    def assigned(self) -> frozenset[str]:
-        return frozenset(line.partition(" = ")[0] for part in self.lines for line in part)
-
-
-def lower_by_key(
-    given: Sequence[Expr],
-    spec: Spec,
-    variant: Variant,
-    taken: frozenset[str],
-    of_rows: frozenset[str] = frozenset(("q_idx",)),
-    ahead: str = "",
-) -> Math:
-    """Statements that load what belongs to a key once a tile, and not once for each score.
-
-    In wgmma's layout each thread holds a quarter of a tile's keys, as scattered as its scores;
-    loads are wide and few if each thread reads one key and what it read crosses over.
-    `of_rows`: indices that a block's rows have of their own."""
-    exprs = [with_distances(expr) if ahead else expr for expr in given]
-    stage_of = _stages(exprs, of_rows)
-    found = lower_for(exprs, spec, variant, taken, stages=3, stage_of=stage_of, ahead=ahead)
-    return Math(found, _read_of(found.statements[1], (*found.statements[2], *found.results)))
-
-
-def _read_of(lines: Iterable[str], texts: Iterable[str]) -> tuple[str, ...]:
-    """The names that statements give and texts read."""
-    names, text = [line.partition(" = ")[0] for line in lines], "\n".join(texts)
-    return tuple(name for name in names if re.search(rf"\b{name}\b", text))
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the pairs of a cut tile are told apart: a tile's statements for its keys, one key a
-    thread, `crossing` of their names, and statements of pairs and a test that read these.
-
-    `bits`: the test for all of a thread's keys at once, where it asks for positions alone;
-    `bits_inside`: and for keys that there are."""
-
-    key_lines: tuple[str, ...]
-    crossing: tuple[str, ...]
-    tile_lines: tuple[str, ...]
-    keep: str
-    bits: str = ""
-    bits_inside: str = ""
-
-
-@dataclass(frozen=True)
-class MaskMath:
-    """A mask as statements. `ordered`: the same where `holds`, for data in order; None without.
-
-    `row_lines`, `key_lines`: of both."""
-
-    row_lines: tuple[str, ...]
-    key_lines: tuple[str, ...]
-    general: Cut
-    ordered: Cut | None
-    holds: str
-    helpers: frozenset[str]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """All statements, and the tests."""
-        cuts = [self.general, *([self.ordered] if self.ordered else [])]
-        pairs = [line for cut in cuts for line in (*cut.tile_lines, cut.keep)]
-        return (*self.row_lines, *self.key_lines, *pairs)
-
-    @property
-    def assigned(self) -> frozenset[str]:
-        """Names that the statements give."""
-        return frozenset(line.partition(" = ")[0] for line in self.lines if " = " in line)
-
-
-# Keys that there are: of a mask's first tile, whichever that is.
-_INSIDE = "hopper.keys_before(s, kv_len, first_key, 0)"
-
-
-def _mask_math(spec: Spec, variant: Variant) -> MaskMath:
-    if spec.mask is None:
-        inside = Cut((), (), (), "kv_idx >= 0", _INSIDE, _INSIDE)
-        return MaskMath((), (), inside, None, "", frozenset())
-    forms = [spec.mask, *([cheaper.mask] if (cheaper := ordered(spec.mask)) else [])]
-    exprs = [without_flags(isolate(form)) for form in forms]
-    stage_of = _stages(exprs, frozenset(("q_idx",)))
-    exprs += [cheaper.holds] if cheaper else []
-    found = lower_for(exprs, spec, variant, frozenset(), stages=3, stage_of=stage_of)
-    rows, keys, tile = found.statements
-    cuts = [
-        _cut(keys, tile, keep, _compares_integers(form))
-        for form, keep in zip(exprs[: len(forms)], found.results, strict=False)
-    ]
-    holds = found.results[2] if cheaper else ""
-    return MaskMath(rows, keys, cuts[0], cuts[1] if cheaper else None, holds, found.helpers)
-
-
-def _compares_integers(mask: Expr) -> bool:
-    """Whether keys' positions are compared with nothing else."""
-    tests = [n for n in walk(mask) if n.op in ("lt", "le") and "kv_idx" in leaves(n, "index")]
-    return all(arg.kind == "int" for test in tests for arg in test.args)
-
-
-def _cut(keys: tuple[str, ...], tile: tuple[str, ...], keep: str, of_integers: bool) -> Cut:
-    tile = needed(tile, [keep])
-    keys = needed(keys, [keep, *tile])
-    crossing = _read_of(keys, [keep, *tile])
-    pairs = tuple(_hidden(across(line, crossing)) for line in tile)
-    bits = _as_bits(keep) if of_integers and not pairs and not crossing else ""
-    inside = _bits_inside(bits) if bits else ""
-    return Cut(keys, crossing, pairs, across(keep, crossing), bits, inside)
-
-
-_COMPARED = re.compile(r"kv_idx (<=?) (\w+)|(\w+) (<=?) kv_idx")
-
-
-def _as_bits(keep: str) -> str:
-    """A test of keys' positions with a bit for each key; empty where it asks for more."""
-    if re.sub(r"[()&|~ ]", "", _COMPARED.sub("", keep)) or re.search(r"\d{10}", keep):
-        return ""
-    return _COMPARED.sub(_bits_of, keep)
-
-
-def _bits_of(test: re.Match[str]) -> str:
-    is_before = test[2] is not None
-    including = test[1] == "<=" if is_before else test[4] == "<"
-    place = test[2] if is_before else test[3]
-    return f"{'' if is_before else '~'}hopper.keys_before(s, {place}, first_key, {int(including)})"
-
-
-def _bits_inside(bits: str) -> str:
-    """The same of keys that there are: the length is one more end, or that of one that is known."""
-    first = re.search(r"(?<!~)hopper\.keys_before\(s, (\w+), first_key, ([01])\)", bits)
-    if first is None or "|" in bits or "~(" in bits:
-        return f"{_INSIDE} & ({bits})"
-    place, including = first.groups()
-    last = "kv_len - 1" if including == "1" else "kv_len"
-    before = f"hopper.keys_before(s, gl.minimum({place}, {last}), first_key, {including})"
-    return bits[: first.start()] + before + bits[first.end() :]
-
-
-def across(text: str, names: Iterable[str]) -> str:
-    """A text that reads what has crossed over."""
-    for name in names:
-        text = re.sub(rf"\b{name}\b", f"{name}_across", text)
-    return text
-
-
-def _hidden(line: str) -> str:
-    """A test of bits that LLVM doesn't make for several pairs at a time, as it would of those
-    compared with one number, to put the results together bit by bit."""
-    return re.sub(r"^(\w+) = (.+ & \w+) == 0$", r"\1 = hopper.opaque(\2) == 0", line)
-
-
-def of_lane(text: str) -> str:
-    """A statement of one key a thread."""
-    return re.sub(r"\bkv_idx\b", "own_kv_idx", text)
-
-
-def _stages(exprs: Sequence[Expr], of_rows: frozenset[str]) -> Callable[[Expr], int]:
-    """0: fixed for a row block; 1: read for a key alone; 2: for a pair."""
-    nodes = list(dict.fromkeys(node for expr in exprs for node in walk(expr)))
-    of_key = {n for n in nodes if _is_of_key(n, of_rows)}
-    loads = [n for n in nodes if n.op == "load" and n in of_key]
-    by_key = {n for load in loads for n in walk(load) if n in of_key}
-    by_key |= {n for n in of_key if any(x in loads for x in walk(n))}
-
-    def stage_of(node: Expr) -> int:
-        if node in by_key:
-            return 1
-        return 2 if leaves(node, "index") & ({"kv_idx"} | OF_TILES) or leaves(node, "score") else 0
-
-    return stage_of
-
-
-def _is_of_key(node: Expr, of_rows: frozenset[str]) -> bool:
-    indices = leaves(node, "index")
-    return "kv_idx" in indices and not indices & of_rows and not leaves(node, "score")
 
 
 @functools.cache
@@ -246,7 +53,7 @@ def forward(
     `skips`: where documents lie together, another kernel has them apart, and this one does
     nothing."""
     given, spec = spec, with_tables(spec)
-    mask = _mask_math(spec, variant)
+    mask = mask_math(spec, variant)
     slant, level = _apart(spec, variant, groups)
     changed = scores_of(spec) if slant is None else [make("mul", slant, BY_SCALE)]
     exprs = [*changed, *([unscaled(level.added), level.test] if level else [])]

@@ -23,8 +23,8 @@ from . import (
     scores_of,
     unaligned_pointers,
 )
+from .by_key import lower_by_key
 from .decode import SCHEDULE, SCHEDULE_SIZES
-from .hopper_forward import lower_by_key
 
 DESCRIPTORS = ("q_half_desc", "q_rope_desc", "k_half_desc", "k_rope_desc")
 # What a row of the block has of its own: heads lie beside queries.
