@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
-from ..hopper import TensorDescriptor, gl
+from ..hopper import TensorDescriptor
 from ..records.tape import place_of
 
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
