@@ -54,7 +54,9 @@ class Attention:
         sinks: bool = False,
     ) -> None:
         if softcap is not None and not (
-            isinstance(softcap, (int, float)) and 0 < softcap < float("inf")
+            isinstance(softcap, (int, float))
+            and not isinstance(softcap, bool)
+            and 0 < softcap < float("inf")
         ):
             raise FlashgenError(
                 f"softcap is {show(softcap)}",

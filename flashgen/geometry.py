@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,10 +161,12 @@ def check_offset(
     offset: object, batch: int, device: torch.device, call: object
 ) -> int | torch.Tensor | None:
     """An int, or a 0-d, [1] or [B] integer tensor on the device. Raises FlashgenError."""
-    if offset is None or (isinstance(offset, int) and not isinstance(offset, bool)):
-        if offset is not None and abs(offset) > MAX_POSITION:
+    if offset is None:
+        return None
+    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+        if abs(int(offset)) > MAX_POSITION:
             raise _offset_error(f"is {offset}, beyond 2^30", batch, call)
-        return offset
+        return int(offset)
     if not isinstance(offset, torch.Tensor):
         raise _offset_error(f"is a {type(offset).__name__}", batch, call)
     if offset.dtype.is_floating_point or offset.dtype == torch.bool or offset.is_complex():

@@ -113,6 +113,7 @@ CALLS = {
         ["sinks has shape [5]"],
     ),
     "softcap": (lambda: fg.Attention(softcap=-1.0), ["softcap is -1.0"]),
+    "a flag for softcap": (lambda: fg.Attention(softcap=True), ["softcap is True"]),
     "backend": (
         lambda: fg.Attention()(*tensors(), backend="cuda"),
         ["there is no backend 'cuda'"],

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import dense
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,12 @@ def test_offsets(name: str) -> None:
 )
 def test_offsets_that_are_none(offset: Any, problem: str) -> None:
     refused(lambda: fg.Attention()(*tensors(), q_offset=offset), f"q_offset {problem}", "[2]")
+
+
+def test_an_offset_may_be_any_integer() -> None:
+    q, k, v = tensors()
+    attend = fg.Attention(masks.causal)
+    assert torch.equal(attend(q, k, v, q_offset=np.int64(5)), attend(q, k, v, q_offset=5))
 
 
 def test_positions_end_at_2_to_the_30() -> None:
