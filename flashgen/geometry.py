@@ -163,7 +163,7 @@ def check_offset(
     """An int, or a 0-d, [1] or [B] integer tensor on the device. Raises FlashgenError."""
     if offset is None:
         return None
-    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+    if not isinstance(offset, bool) and isinstance(offset, numbers.Integral):
         if abs(int(offset)) > MAX_POSITION:
             raise _offset_error(f"is {offset}, beyond 2^30", batch, call)
         return int(offset)
