@@ -15,7 +15,8 @@ from .geometry import Geometry
 from .launch import hopper_forward as launch_hopper
 from .launch import hopper_latent as launch_hopper_latent
 from .schedule import Schedule
-from .spec import MLA
+from .schedule.make import has_long_rows
+from .spec import MLA, Bound
 from .tiling import choose as tiling_of
 
 Backend = Literal["auto", "cpu", "interpret", "portable", "hopper"]
@@ -119,6 +120,15 @@ def choose_for(backend: str, call: Call, schedule: Schedule | None = None) -> Ch
         heads=call.bound.spec.heads,
         doubles=call.bound.spec.reads_doubles,
     )
+
+
+def takes_long_rows(
+    backend: str, bound: Bound, geometry: Geometry, head_dims: tuple[int, int]
+) -> bool:
+    """Whether a backend's kernel works on the tiles of long rows; `head_dims`: of keys, values."""
+    if not has_long_rows(bound, geometry):
+        return False
+    return backend != "hopper" or launch_hopper.takes_tall_tiles(bound, geometry, head_dims)
 
 
 def block_size(

@@ -12,8 +12,7 @@ from .. import backends, ops, tune
 from ..call import Call
 from ..config import config
 from ..decoding import choose_kernel, wants_gradient
-from ..launch import hopper_forward as launch_hopper
-from ..schedule.make import has_long_rows, make_schedule
+from ..schedule.make import make_schedule
 from ..tiling import hopper
 from ..tiling.decode import LATENT_TILE, MOST_QUERIES
 from .known import Known
@@ -76,10 +75,9 @@ def tile_of(call: Call, backend: str, invariant: bool = False) -> tuple[int, int
         return LATENT_TILE
     few = call.geometry.q_len <= MOST_QUERIES
     # One row of tiles is cut too seldom to matter; what the host knows of lengths is the batch's.
-    long_rows = not few and not invariant and has_long_rows(call.bound, call.geometry)
     name, dims = "portable" if few else backend, _dims(call)
-    if backend == "hopper":
-        long_rows = long_rows and launch_hopper.takes_tall_tiles(call.bound, call.geometry, dims)
+    whole = not few and not invariant
+    long_rows = whole and backends.takes_long_rows(backend, call.bound, call.geometry, dims)
     found = None if few or backend == "cpu" else tune.tile_known(*_tuned_as(call, backend))
     if found is not None and (backend != "hopper" or hopper.works_on(found, *dims)):
         return found

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import FlashgenError
 from ..geometry import Geometry
 from ..graphs import outside_graphs
-from ..schedule.make import has_long_rows
 from ..spec import Bound, Program
 from . import refused
 from .form import Form, register
@@ -105,7 +104,11 @@ def _refuse(
     fixed = tuple((own, rest[0]) for own, kind, *rest in kinds if kind == "static")
     given = tuple(data["tensor"])
     found = Refused(
-        *(error.problem, error.line, error.write, name, (*static, *fixed)),
+        problem=error.problem,
+        line=error.line,
+        write=error.write,
+        name=name,
+        static=(*static, *fixed),
         tensors=(*tensors, *given, *data["float"]),
         ints=(*ints, *data["int"]),
     )
@@ -179,19 +182,13 @@ def _block_size(
 ) -> tuple[int, int]:
     """The tile that the kernel works on, for lengths that aren't known."""
     from .. import backends
-    from ..launch.hopper_forward import takes_tall_tiles
 
     q, v = (torch.empty(1, 1, 1, d, dtype=dtype, device="meta") for d in (head_dim, v_head_dim))
     name = bound.spec.name
-    choice = backends.choose(
-        *(_on(device, backend), device, dtype, name),
-        tensors=(q, q, v),
-        doubles=bound.spec.reads_doubles,
-    )
+    on, doubles = _on(device, backend), bound.spec.reads_doubles
+    choice = backends.choose(on, device, dtype, name, tensors=(q, q, v), doubles=doubles)
     geometry, dims = Geometry(1, 1, 1, _LONG, _LONG, _CPU), (head_dim, v_head_dim)
-    long_rows = has_long_rows(bound, geometry)
-    if choice.name == "hopper":
-        long_rows = long_rows and takes_tall_tiles(bound, geometry, dims)
+    long_rows = backends.takes_long_rows(choice.name, bound, geometry, dims)
     return backends.block_size(choice.name, device, dtype, *dims, long_rows)
 
 

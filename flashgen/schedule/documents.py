@@ -55,7 +55,7 @@ def apart_of(bound: Bound, geometry: Geometry, block: tuple[int, int]) -> Apart 
     """A call's documents as sequences on tiles of a size: if queries and keys are the same
     positions, in dense tensors, and a pair needs, beside equal ids, what its distance decides."""
     is_square = geometry.q_len == geometry.kv_len and geometry.q_offset in (None, 0)
-    is_long = geometry.batch * geometry.heads * geometry.q_len >= max(ROWS, 1)
+    is_long = geometry.batch * geometry.heads * geometry.q_len >= ROWS
     if not (geometry.is_dense and is_square and is_long) or geometry.has_lens:
         return None
     found = _rest_of(bound.spec)
