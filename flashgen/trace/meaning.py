@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import FlashgenError
-from ..expr import Expr, cast, const, make
+from ..expr import FLOATS, Expr, cast, const, make
 from ..expr.build import CLAMPS
 
 # Of two booleans torch makes a boolean.
@@ -30,7 +30,7 @@ def as_torch(op: str, *args: Expr) -> Expr | None:
             f"{args[0]} is a boolean, and torch has no minus for those",
             write="^ for two that differ, ~ for not, or .int() to count",
         )
-    if op == "pow" and all(x.kind != "float" for x in args):
+    if op == "pow" and all(x.kind not in FLOATS for x in args):
         return _integer_power(*args)
     return None
 
