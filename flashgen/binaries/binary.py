@@ -17,13 +17,14 @@ _ABOUT = (
 
 class Binary:
     """A kernel on a device. Its attributes are those of Triton's `CompiledKernel` that a direct
-    launch reads."""
+    launch reads, and how many parameters it has."""
 
     def __init__(self, about: Mapping[str, Any], function: int) -> None:
         self.about = about
         target = SimpleNamespace(backend="cuda")
         self.metadata = SimpleNamespace(target=target, **{name: about[name] for name in _ABOUT})
         self.src = SimpleNamespace(signature=dict(enumerate(about["kinds"])))
+        self.parameters = about["parameters"]
         self.function = function
         # As many as there are launches at a time.
         self._frames: list[Frame] = []
@@ -48,7 +49,14 @@ def describe(compiled: Any) -> dict[str, Any]:
     found = {name: getattr(compiled.metadata, name) for name in _ABOUT if name != "tensordesc_meta"}
     meta = getattr(compiled.metadata, "tensordesc_meta", None)
     found["tensordesc_meta"] = None if meta is None else [dict(one) for one in meta]
-    return found | {"kinds": list(compiled.src.signature.values())}
+    kinds, parameters = list(compiled.src.signature.values()), count_parameters(compiled.asm["ptx"])
+    return found | {"kinds": kinds, "parameters": parameters}
+
+
+def count_parameters(ptx: str) -> int:
+    """How many parameters the only kernel of a module has, by the PTX it was made from."""
+    _, _, behind = ptx.partition(".entry ")
+    return behind.partition(")")[0].count(".param ")
 
 
 def load(about: Mapping[str, Any], binary: bytes, index: int) -> Binary:

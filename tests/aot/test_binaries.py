@@ -80,6 +80,7 @@ def test_a_later_process_needs_neither_module_nor_compiler(
     assert found is not None
     assert found.metadata.name == "add"
     assert found.metadata.num_warps == 4
+    assert found.parameters == 4, "with scratch of two kinds"
     assert list(found.src.signature.values()) == ["*fp32", "i32", "constexpr"]
     assert binaries.find(one) is found
     assert kept.stat().st_mode & 0o077 == 0

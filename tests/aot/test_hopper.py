@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashgen import aot, hopper
+from flashgen.binaries.binary import count_parameters
 from flashgen.launch import tma
 from flashgen.tiling import Tiling
 
@@ -49,6 +50,8 @@ def test_every_name_compiles():
     assert count["UTMALDG"] == 2
     assert count["REDG"] == 8, "four numbers each"
     assert count["UTMASTG"] == 1
+    # Of a descriptor a map, four lengths and four strides; a pointer; scratch of two kinds.
+    assert count_parameters(found.assembly) == 3 * 9 + 1 + 2
 
 
 @pytest.mark.parametrize(
