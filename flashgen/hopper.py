@@ -165,6 +165,27 @@ def read(place):  # type: ignore[no-untyped-def]
     return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
+@gluon.jit
+def halves(x):  # type: ignore[no-untyped-def]
+    """The left and the right half of a tile's columns."""
+    parts: gl.constexpr = [x.shape[0], 2, x.shape[1] // 2]
+    return x.reshape(parts).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def note_pointer(place, pointer):  # type: ignore[no-untyped-def]
+    """Write a pointer into shared memory."""
+    zero = gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    place.store(zero + pointer.to(gl.int64))
+
+
+@gluon.jit
+def read_pointer(place, layout: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A pointer to float32 from shared memory, [1, 1] of a layout."""
+    pointer = place.load(gl.SliceLayout(0, layout))[None, :]
+    return pointer.to(gl.pointer_type(gl.float32), bitcast=True)
+
+
 @gluon.jit  # type: ignore[untyped-decorator]
 def pack(p, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """float32 [m, n] as int32 [m, n / 2]: pairs of 16-bit floats, the left one low.

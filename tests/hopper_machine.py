@@ -182,6 +182,27 @@ def _store(pointer: Pointer, value: Any, mask: Any = True, add: bool = False) ->
         flat.index_put_((offset[mask],), value[mask], accumulate=add)
 
 
+_POINTERS: list[Pointer] = []
+
+
+def _note_pointer(place: Shared, pointer: Pointer) -> None:
+    with _LOCK:
+        _POINTERS.append(pointer)
+        place.data.fill_(len(_POINTERS) - 1)
+
+
+def _read_pointer(place: Shared, layout: Any) -> Pointer:
+    number = int(place.data[0])
+    # What nobody has written is read ahead of a branch that doesn't use it.
+    return _POINTERS[number] if number < len(_POINTERS) else Pointer(torch.empty(0))
+
+
+def _halves(x: Any) -> Any:
+    if isinstance(x, Pointer):
+        return [Pointer(x.memory, half) for half in x.offset.chunk(2, 1)]
+    return x.chunk(2, 1)
+
+
 def _where(condition: Any, yes: Any, no: Any) -> Any:
     if isinstance(yes, Pointer):
         return yes if condition else no
@@ -409,6 +430,7 @@ class Machine:
             sync_at=lambda n, threads=256: _named(n).sync(threads),
             arrive_at=lambda n, threads=256: _named(n).arrive(threads),
             note=lambda place, x: place.data.fill_(int(x)),
+            note_pointer=_note_pointer, read_pointer=_read_pointer,
             read=lambda place: place.data[0].clone(),
             pack=lambda p, dtype: p.to(dtype), unpack=lambda p, dtype, columns: p,
             store_rows=_store_rows, store_parted_rows=_store_parted_rows,
@@ -426,7 +448,7 @@ class Machine:
             moved=lambda x, zero: x, keys_before=_keys_before,
             keep_keys=lambda s, bits: torch.where(bits, s, -torch.inf),
             opaque=lambda x: x, pinned=lambda x: x, stay=lambda: None, zero_again=lambda: 0,
-            cross=lambda x, layout: x,
+            cross=lambda x, layout: x, halves=_halves,
         )  # fmt: skip
         return {
             "gl": language, "tl": language, "hopper": hopper, "mbarrier": mbarrier,

@@ -108,7 +108,7 @@ def hopper_backward(
             # Beside the warp that loads: who reads a block's steps from shared memory.
             readers=2 + has_adder + ordered,
             wide=is_wide,
-            meets_lse_late=not (has_adder or is_wide),
+            two_groups=not (has_adder or is_wide),
             q_wide=parts_of(variant.head_dim),
             v_wide=parts_of(variant.v_head_dim),
             dq_wide=_halves(variant.head_dim),

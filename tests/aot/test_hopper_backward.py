@@ -77,13 +77,13 @@ def test_instructions(name: str, spills: int, in_loop: int) -> None:
     assert found.spills_in_loops() <= in_loop
     assert found.shared <= LIMIT
     count = found.instructions()
-    # Of five products the loop has all, and so has a block's last step; two stand before both, and
-    # one behind them.
+    # Of five products the loop has all, and so has a block's last step; before both stand the first
+    # scores, and where a third warpgroup adds dQ the first dP; behind them the last dQ.
     # Each of the two warpgroups sums over dimensions, over a step's queries and the block's keys;
     # a third one where registers hold it computes dQ, from all keys, in one place.
     over_dims, over_queries, over_keys = golden.head_dim // 16, BLOCK_M // 16, 128 // 16
-    of_dq = 1 if golden.head_dim <= 64 else 2 * 3
-    assert count["HGMMA"] == 2 * (6 * over_dims + 4 * over_queries) + of_dq * over_keys
+    of_dims, of_dq = (6, 1) if golden.head_dim <= 64 else (5, 2 * 3)
+    assert count["HGMMA"] == 2 * (of_dims * over_dims + 4 * over_queries) + of_dq * over_keys
     assert count["UTMALDG"] > 0
     # dQ in fours: half of the head dimension, in each of these places; or all of it.
     assert count["REDG"] == golden.head_dim // (8 if golden.head_dim <= 64 else 16) * of_dq

@@ -39,8 +39,8 @@ def place_of(item, blocks, heads, group, side):
 @gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
-    q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
+    q, k, v, grad_out, lse, minus_delta, first_rows, sum_places, dq_sum_ptr,
+    work, q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
     longest_ptr, late_side,
@@ -113,7 +113,8 @@ def load(
                 minus_delta_tiles, [line + row], grads_here.index(stage), minus_delta.index(stage)
             )
             first_rows.index(stage).store(gl.full([1], row, gl.int32, LANES))
-            hopper.note(sum_rows.index(stage), line + row)
+            sum_place = dq_sum_ptr + (line + row).to(gl.int64) * 128
+            hopper.note_pointer(sum_places.index((past - 1) % (2 * STAGES)), sum_place)
             mbarrier.arrive(q_here.index(stage), count=1)
             step += 1
             is_last = step == end
@@ -168,9 +169,9 @@ def store_keys(
 
 @gluon.jit
 def attend(
-    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+    q, k, v, grad_out, lse, minus_delta, first_rows, sum_places, work, ds_tiles,
     q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
-    dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_ptr, dv_ptr,
+    dk_sum_ptr, dv_sum_ptr, all_spoilt_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
     blocks, capacity, heads, group, scale, scale_log2,
     q_len,
@@ -197,7 +198,7 @@ def attend(
     VALUES: gl.constexpr = hopper.accumulator(V_WIDTH)
     DQ: gl.constexpr = hopper.accumulator(DQ_WIDTH)
     no_dq = gl.zeros([64, DQ_WIDTH], gl.float32, DQ)
-    dq_places = dq_sum_ptr + HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
+    dq_offsets = HALF * 64 * DQ_WIDTH + quad_offsets(DQ_WIDTH)
     zeros = gl.zeros([HALF_N, BLOCK_M], gl.float32, SCORES)
     rows = gl.arange(0, BLOCK_M, QUERIES)[None, :]
     # Scores aren't scaled before they change.
@@ -227,35 +228,11 @@ def attend(
         s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse.index(0).load(QUERIES)[None, :]
 
-        s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.wait(grads_here.index(0), 0)
-        here = hopper.zero_again() + number % V_SLOTS
-        v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-        their_grads = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
-        row_delta = minus_delta.index(0).load(QUERIES)[None, :]
-        begin, _ = gl.broadcast(row_delta, zeros)
-        dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        first_row = first_rows.index(0).load(QUERIES)[None, :]
-        kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
-        is_key = kv_idx < kv_len
-        # Of the last block of a row alone, which leaves others a branch.
-        has_tail = first_key + HALF_N > kv_len
-
-        row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
-        lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
-        p = gl.exp2(s * scale_log2 - (row_lse - lift))
-        if 0 < masked_end:
-            q_idx = hopper.place_rows(first_row + q_offset, rows)
-            p = gl.where(kv_idx <= q_idx, p, 0.0)
-            if has_tail:
-                hopper.stay()
-                p = gl.where(is_key, p, 0.0)
-
+        s = warpgroup_mma_wait(0, deps=(s,))
         # Of a step before the first: nothing is read, and its dQ isn't added.
         hopper.arrive_at(FULL + 2 * HALF + 1)
         hopper.arrive_at(FREE + 2 * OTHER)
-        last_row = gl.full([1, 1], 0, gl.int32, DQ)
         while h >= 0:
             for turn in range(past, end - 1):
                 stage, coming = turn % STAGES, (turn + 1) % STAGES
@@ -267,29 +244,63 @@ def attend(
                 )
                 q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
                 grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
-                hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
-                both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
-                dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
-                # Queries of the next step; a branch, which keeps ds from moving above the product.
-                mbarrier.wait(q_here.index(coming), phase)
-                ds_tile = (p * dp).to(k.dtype)
+                here = hopper.zero_again() + number % V_SLOTS
+                v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+                their_grads = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+                dp = warpgroup_mma(
+                    v_half, their_grads.permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+
+                first_row = first_rows.index(stage).load(QUERIES)[None, :]
+                kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+                is_key = kv_idx < kv_len
+                # Of the last block of a row alone, which leaves others a branch.
+                has_tail = first_key + HALF_N > kv_len
+
+                row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
+                lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
+                p = gl.exp2(s * scale_log2 - (row_lse - lift))
+                if turn < masked_end:
+                    q_idx = hopper.place_rows(first_row + q_offset, rows)
+                    p = gl.where(kv_idx <= q_idx, p, 0.0)
+                    if has_tail:
+                        hopper.stay()
+                        p = gl.where(is_key, p, 0.0)
+
                 p_tile = p.to(k.dtype)
-                hopper.sync_at(FREE + 2 * HALF + parity)
-                ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
-                fence_async_shared()
-                hopper.arrive_at(FULL + 2 * HALF + parity)
+                # Ahead of the product: shared memory answers late.
+                row_delta = minus_delta.index(stage).load(QUERIES)[None, :]
                 weights_there = gl.convert_layout(p_tile, V_OPERAND)
                 dv = warpgroup_mma(
                     weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True
                 )
+                # The branch above keeps this wait from moving above the exponentials.
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                dp += row_delta
+
+                sum_place = hopper.read_pointer(
+                    sum_places.index((turn + 2 * STAGES - 1) % (2 * STAGES)), DQ
+                )
+                ds_tile = (p * dp).to(k.dtype)
+                hopper.sync_at(FREE + 2 * HALF + parity)
+                own_ds = ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N, dim=1)
+                own_ds.permute((1, 0)).store(ds_tile)
+                fence_async_shared()
+                hopper.arrive_at(FULL + 2 * HALF + parity)
+                hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+                both_ds = ds_tiles.index(parity ^ 1)
+                dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
                 ds_there = gl.convert_layout(ds_tile, OPERAND)
                 dk = warpgroup_mma(ds_there, q_tile, dk, use_acc=turn > past, is_async=True)
-                dq = warpgroup_mma_wait(2, deps=(dq,))
+                mbarrier.wait(q_here.index(coming), phase)
+                dq = warpgroup_mma_wait(1, deps=(dq,))
                 hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
+                # Half of it here, half where nothing waits: registers that are added are free much
+                # later.
+                left, right = hopper.halves(dq)
+                left_places, right_places = hopper.halves(sum_place + dq_offsets)
                 if turn > 0:
-                    hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
-
-                last_row = sum_rows.index(stage).load(gl.SliceLayout(0, DQ))[None, :]
+                    hopper.add_quads(left_places, left)
                 if turn == past:
                     # The keys of the block before have been read.
                     mbarrier.arrive(keys_free, count=1)
@@ -307,33 +318,9 @@ def attend(
                 hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
                 mbarrier.wait(grads_here.index(coming), phase)
                 row_lse = lse.index(coming).load(QUERIES)[None, :]
-                # Before the next product, with whose instructions exponentials take turns.
+                if turn > 0:
+                    hopper.add_quads(right_places, right)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                here = hopper.zero_again() + number % V_SLOTS
-                v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-                their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
-                row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
-                begin, _ = gl.broadcast(row_delta, zeros)
-                dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
-                first_row = first_rows.index(coming).load(QUERIES)[None, :]
-                kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
-                is_key = kv_idx < kv_len
-                # Of the last block of a row alone, which leaves others a branch.
-                has_tail = first_key + HALF_N > kv_len
-
-                row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
-                lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
-                p = gl.exp2(s * scale_log2 - (row_lse - lift))
-                if turn + 1 < masked_end:
-                    q_idx = hopper.place_rows(first_row + q_offset, rows)
-                    p = gl.where(kv_idx <= q_idx, p, 0.0)
-                    if has_tail:
-                        hopper.stay()
-                        p = gl.where(is_key, p, 0.0)
-
-                # The branch above keeps this wait from moving above the exponentials.
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-
             turn = end - 1
             stage, coming = turn % STAGES, (turn + 1) % STAGES
             phase, parity = (turn + 1) // STAGES & 1, turn & 1
@@ -344,27 +331,59 @@ def attend(
             )
             q_tile = q.index(stage).reshape([BLOCK_M, WIDTH])
             grad_out_tile = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
-            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
-            both_ds = ds_tiles.index(parity ^ 1).permute((1, 0))
-            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
-            # Their room is the next block's.
-            mbarrier.arrive(values_free, count=1)
-            ds_tile = (p * dp).to(k.dtype)
+            here = hopper.zero_again() + number % V_SLOTS
+            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
+            their_grads = grad_out.index(stage).reshape([BLOCK_M, V_WIDTH])
+            dp = warpgroup_mma(
+                v_half, their_grads.permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+
+            first_row = first_rows.index(stage).load(QUERIES)[None, :]
+            kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
+            is_key = kv_idx < kv_len
+            # Of the last block of a row alone, which leaves others a branch.
+            has_tail = first_key + HALF_N > kv_len
+
+            row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
+            lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
+            p = gl.exp2(s * scale_log2 - (row_lse - lift))
+            if turn < masked_end:
+                q_idx = hopper.place_rows(first_row + q_offset, rows)
+                p = gl.where(kv_idx <= q_idx, p, 0.0)
+                if has_tail:
+                    hopper.stay()
+                    p = gl.where(is_key, p, 0.0)
+
             p_tile = p.to(k.dtype)
-            hopper.sync_at(FREE + 2 * HALF + parity)
-            ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N).store(ds_tile)
-            fence_async_shared()
-            hopper.arrive_at(FULL + 2 * HALF + parity)
+            # Ahead of the product: shared memory answers late.
+            row_delta = minus_delta.index(stage).load(QUERIES)[None, :]
             weights_there = gl.convert_layout(p_tile, V_OPERAND)
             dv = warpgroup_mma(weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True)
+            # The branch above keeps this wait from moving above the exponentials.
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp += row_delta
+            # Their room is the next block's.
+            mbarrier.arrive(values_free, count=1)
+
+            sum_place = hopper.read_pointer(
+                sum_places.index((turn + 2 * STAGES - 1) % (2 * STAGES)), DQ
+            )
+            ds_tile = (p * dp).to(k.dtype)
+            hopper.sync_at(FREE + 2 * HALF + parity)
+            own_ds = ds_tiles.index(parity).slice(HALF * HALF_N, HALF_N, dim=1)
+            own_ds.permute((1, 0)).store(ds_tile)
+            fence_async_shared()
+            hopper.arrive_at(FULL + 2 * HALF + parity)
+            hopper.sync_at(FULL + 2 * OTHER + (parity ^ 1))
+            both_ds = ds_tiles.index(parity ^ 1)
+            dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
             ds_there = gl.convert_layout(ds_tile, OPERAND)
             dk = warpgroup_mma(ds_there, q_tile, dk, use_acc=turn > past, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq,))
+            dq = warpgroup_mma_wait(1, deps=(dq,))
             hopper.arrive_at(FREE + 2 * OTHER + (parity ^ 1))
             if turn > 0:
-                hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+                hopper.add_quads(sum_place + dq_offsets, dq)
 
-            last_row = sum_rows.index(stage).load(gl.SliceLayout(0, DQ))[None, :]
             if turn == past:
                 # The keys of the block before have been read.
                 mbarrier.arrive(keys_free, count=1)
@@ -417,42 +436,19 @@ def attend(
 
             mbarrier.wait(grads_here.index(coming), phase)
             row_lse = lse.index(coming).load(QUERIES)[None, :]
-            # Before the next product, with whose instructions exponentials take turns.
             s = warpgroup_mma_wait(0, deps=(s,))
-            here = hopper.zero_again() + number % V_SLOTS
-            v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
-            their_grads = grad_out.index(coming).reshape([BLOCK_M, V_WIDTH])
-            row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
-            begin, _ = gl.broadcast(row_delta, zeros)
-            dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
-            first_row = first_rows.index(coming).load(QUERIES)[None, :]
-            kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
-            is_key = kv_idx < kv_len
-            # Of the last block of a row alone, which leaves others a branch.
-            has_tail = first_key + HALF_N > kv_len
-
-            row_lse = gl.fma(hopper.pinned(rise), (rows & -7).to(FLOAT), row_lse)
-            lift = rise * (kv_idx - (first_row + q_offset) - (rows & 6)).to(FLOAT)
-            p = gl.exp2(s * scale_log2 - (row_lse - lift))
-            if turn + 1 < masked_end:
-                q_idx = hopper.place_rows(first_row + q_offset, rows)
-                p = gl.where(kv_idx <= q_idx, p, 0.0)
-                if has_tail:
-                    hopper.stay()
-                    p = gl.where(is_key, p, 0.0)
-
-            # The branch above keeps this wait from moving above the exponentials.
-            dp = warpgroup_mma_wait(0, deps=(dp,))
-
             past = turn + 1
 
         here = hopper.zero_again() + (number & 1 ^ 1)
         dq_keys = k.index(here).reshape([BLOCK_N, WIDTH]).slice(HALF * DQ_WIDTH, DQ_WIDTH, dim=1)
         hopper.sync_at(FULL + 2 * OTHER + (past & 1 ^ 1))
-        both_ds = ds_tiles.index(past & 1 ^ 1).permute((1, 0))
+        both_ds = ds_tiles.index(past & 1 ^ 1)
         dq = warpgroup_mma(both_ds, dq_keys, no_dq, use_acc=False, is_async=True)
+        sum_place = hopper.read_pointer(
+            sum_places.index((past + 2 * STAGES - 1) % (2 * STAGES)), DQ
+        )
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        hopper.add_quads(dq_places + last_row.to(gl.int64) * WIDTH, dq)
+        hopper.add_quads(sum_place + dq_offsets, dq)
 
         # The other warpgroup's last arrival, so that every barrier ends where it began.
         hopper.sync_at(FREE + 2 * HALF + (past & 1))
@@ -528,11 +524,11 @@ def attention_backward(
     )
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_tiles.layout)
     minus_delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], minus_delta_tiles.layout)
-    DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_tiles.dtype)
-    ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_N, BLOCK_M], DS_TILES)
+    DS_TILES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], q_tiles.dtype)
+    ds_tiles = gl.allocate_shared_memory(q_tiles.dtype, [2, BLOCK_M, BLOCK_N], DS_TILES)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     first_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
-    sum_rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
+    sum_places = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], PLAIN)
     work = gl.allocate_shared_memory(gl.int32, [12, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -555,9 +551,9 @@ def attention_backward(
     gl.warp_specialize(
         [
             (attend, (
-                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_places, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
+                dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
                 stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
                 blocks, capacity, heads, group, scale, scale_log2,
                 q_len,
@@ -569,9 +565,9 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 0,
             )),
             (attend, (
-                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work, ds_tiles,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_places, work, ds_tiles,
                 q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free,
-                dq_sum_ptr, dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
+                dk_sum_ptr, dv_sum_ptr, spoilt_kv_ptr, grad_k_ptr, grad_v_ptr,
                 stride_dkb, stride_dvb, stride_dkh, stride_dks, stride_dvh, stride_dvs,
                 blocks, capacity, heads, group, scale, scale_log2,
                 q_len,
@@ -584,8 +580,8 @@ def attention_backward(
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
-                q_here, grads_here, is_free, keys_here, keys_free,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_places, dq_sum_ptr,
+                work, q_here, grads_here, is_free, keys_here, keys_free,
                 values_here, values_free, spoilt_kv_ptr,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,

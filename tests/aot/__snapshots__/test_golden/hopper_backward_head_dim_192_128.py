@@ -48,8 +48,8 @@ def place_of(item, blocks, heads, group, side):
 @gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-    q, k, v, grad_out, lse, minus_delta, first_rows, work,
-    q_here, grads_here, is_free, keys_here, keys_free,
+    q, k, v, grad_out, lse, minus_delta, first_rows,
+    work, q_here, grads_here, is_free, keys_here, keys_free,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
     doc_q_tiles,
@@ -661,8 +661,8 @@ def attention_backward(
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-                q, k, v, grad_out, lse, minus_delta, first_rows, work,
-                q_here, grads_here, is_free, keys_here, keys_free,
+                q, k, v, grad_out, lse, minus_delta, first_rows,
+                work, q_here, grads_here, is_free, keys_here, keys_free,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
                 next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,

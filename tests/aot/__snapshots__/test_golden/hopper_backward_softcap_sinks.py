@@ -46,8 +46,8 @@ def place_of(item, blocks, heads, group, side):
 @gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
-    q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
+    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows,
+    work, q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
     counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
     next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
     longest_ptr, late_side,
@@ -226,14 +226,15 @@ def attend(
         s = warpgroup_mma(k_half, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse.index(0).load(QUERIES)[None, :]
 
-        s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.wait(grads_here.index(0), 0)
+        s = warpgroup_mma_wait(0, deps=(s,))
         here = hopper.zero_again() + number % V_SLOTS
         v_half = v.index(here).reshape([BLOCK_N, V_WIDTH]).slice(HALF * HALF_N, HALF_N)
         their_grads = grad_out.index(0).reshape([BLOCK_M, V_WIDTH])
         row_delta = minus_delta.index(0).load(QUERIES)[None, :]
         begin, _ = gl.broadcast(row_delta, zeros)
         dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
+
         dp = warpgroup_mma_wait(0, deps=(dp,))
         first_row = first_rows.index(0).load(QUERIES)[None, :]
         kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
@@ -285,6 +286,7 @@ def attend(
                 row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
                 begin, _ = gl.broadcast(row_delta, zeros)
                 dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
+
                 weights_there = gl.convert_layout(p_tile, V_OPERAND)
                 dv = warpgroup_mma(
                     weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True
@@ -356,6 +358,7 @@ def attend(
             row_delta = minus_delta.index(coming).load(QUERIES)[None, :]
             begin, _ = gl.broadcast(row_delta, zeros)
             dp = warpgroup_mma(v_half, their_grads.permute((1, 0)), begin, is_async=True)
+
             weights_there = gl.convert_layout(p_tile, V_OPERAND)
             dv = warpgroup_mma(weights_there, grad_out_tile, dv, use_acc=turn > past, is_async=True)
             ds_there = gl.convert_layout(ds_tile, OPERAND)
@@ -573,8 +576,8 @@ def attention_backward(
             )),
             (load, (
                 q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, work,
-                q_here, grads_here, is_free, keys_here, keys_free,
+                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows,
+                work, q_here, grads_here, is_free, keys_here, keys_free,
                 values_here, values_free, spoilt_kv_ptr,
                 counts, masked_runs, full_runs, masked_width, full_width,
                 schedule_stride_b, schedule_stride_h,
