@@ -72,7 +72,10 @@ class ScoreText:
         index = {name: torch.as_tensor(np.asarray(x)) for name, x in shape.env.items()}
 
         def score(scores: torch.Tensor) -> torch.Tensor:
-            scope = {"torch": torch, **index, **learned, **self.fixed, "score": scores}
+            # A tensor without dimensions is no more than a number to torch's promotion: beside
+            # `.float()` it would be of float32.
+            wide = {name: x.expand(1, 1, 1, 1) if x.ndim == 0 else x for name, x in learned.items()}
+            scope = {"torch": torch, **index, **wide, **self.fixed, "score": scores}
             before = torch.get_default_dtype()
             # An integer times 0.5 is of the default dtype, and not exact enough in float32.
             torch.set_default_dtype(scores.dtype)
