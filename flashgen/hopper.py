@@ -179,7 +179,7 @@ def note_pointer(place, pointer):  # type: ignore[no-untyped-def]
     place.store(zero + pointer.to(gl.int64))
 
 
-@gluon.jit
+@gluon.jit  # type: ignore[untyped-decorator]
 def read_pointer(place, layout: gl.constexpr):  # type: ignore[no-untyped-def]
     """A pointer to float32 from shared memory, [1, 1] of a layout."""
     pointer = place.load(gl.SliceLayout(0, layout))[None, :]

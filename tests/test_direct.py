@@ -231,6 +231,17 @@ def test_parameters_that_lie_otherwise_are_left_to_triton(driver: Driver, types:
         direct.DirectLaunch(compiled(KINDS, len(driver.types)), 9, arguments())
 
 
+def test_how_many_parameters_triton_s_own_kernel_has_is_read_from_its_ptx(driver: Driver) -> None:
+    made = compiled(KINDS)
+    del made.parameters
+    listed = ", ".join(f".param .u64 attend_param_{i}" for i in range(len(TYPES) + 2))
+    made.asm = {"ptx": f".func (.param .b32 x) f() {{}} .visible .entry attend({listed}) {{}}"}
+    direct.DirectLaunch(made, 9, arguments())
+    made.asm = {"ptx": made.asm["ptx"].replace("attend(", "attend(.param .u64 more, ")}
+    with pytest.raises(direct.Unknown, match="8 parameters"):
+        direct.DirectLaunch(made, 9, arguments())
+
+
 def test_kinds_that_are_not_known_are_left_to_triton(driver: Driver) -> None:
     for kind in ("fp8e4nv", ("i32", "i32"), "tensordesc<bf16[64, 64]>"):
         with pytest.raises(direct.Unknown):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from ..records.direct import DirectLaunch, Frame
+from ..records.direct import DirectLaunch, Frame, count_parameters
 
 # What of Triton's description of a kernel its launches depend on.
 _ABOUT = (
@@ -51,12 +51,6 @@ def describe(compiled: Any) -> dict[str, Any]:
     found["tensordesc_meta"] = None if meta is None else [dict(one) for one in meta]
     kinds, parameters = list(compiled.src.signature.values()), count_parameters(compiled.asm["ptx"])
     return found | {"kinds": kinds, "parameters": parameters}
-
-
-def count_parameters(ptx: str) -> int:
-    """How many parameters the only kernel of a module has, by the PTX it was made from."""
-    _, _, behind = ptx.partition(".entry ")
-    return behind.partition(")")[0].count(".param ")
 
 
 def load(about: Mapping[str, Any], binary: bytes, index: int) -> Binary:

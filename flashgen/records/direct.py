@@ -67,8 +67,8 @@ class DirectLaunch:
         storages = self._lay_out(compiled, arguments)
         # Scratch memory that no kernel here has: global, and for profiles.
         storages += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-        if compiled.parameters != len(storages):
-            raise Unknown(f"{compiled.parameters} parameters")
+        if (count := _parameters(compiled)) != len(storages):
+            raise Unknown(f"{count} parameters")
         _check_sizes(self._driver, compiled.function, storages)
         self._storages = storages
 
@@ -299,6 +299,18 @@ def _check_kind(meta: Any) -> None:
     needs = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
     if meta.target.backend != "cuda" or meta.num_ctas != 1 or any(getattr(meta, n) for n in needs):
         raise Unknown("launch")
+
+
+def count_parameters(ptx: str) -> int:
+    """How many parameters the only kernel of a module has, by the PTX it was made from."""
+    _, _, behind = ptx.partition(".entry ")
+    return behind.partition(")")[0].count(".param ")
+
+
+def _parameters(compiled: Any) -> int:
+    """The same of Triton's `CompiledKernel`, or of one that knows it."""
+    known = getattr(compiled, "parameters", None)
+    return count_parameters(compiled.asm["ptx"]) if known is None else int(known)
 
 
 def _check_sizes(driver: Any, function: int, storages: Sequence[Any]) -> None:

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashgen import aot, hopper
-from flashgen.binaries.binary import count_parameters
 from flashgen.launch import tma
+from flashgen.records.direct import count_parameters
 from flashgen.tiling import Tiling
 
 
