@@ -62,7 +62,7 @@ def _placeholders(
 @pytest.mark.parametrize(
     ("name", "spills", "in_loop"),
     [
-        ("causal", at_most(350, 750), at_most(20, 45)),
+        ("causal", 300, 4),
         ("sliding_window", at_most(350, 600), at_most(20, 50)),
     ],
     ids=("causal", "sliding_window"),
