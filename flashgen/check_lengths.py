@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ import torch
 from .errors import FlashgenError, show
 
 
-def check_lengths(
+def checked_lengths(
     name: str, q_len: Any, kv_len: Any, batch: Any, heads: Any, q_offset: Any
-) -> None:
-    """Raises FlashgenError for what is no length, count or position."""
+) -> tuple[Any, Any, Any, Any, Any]:
+    """They, integers of other libraries as Python's. Raises FlashgenError for what is no length,
+    count or position."""
+    q_len, kv_len, batch, heads, q_offset = map(_plain, (q_len, kv_len, batch, heads, q_offset))
     call = f"{name}.dense({show(q_len)}, {show(kv_len)}, ...)"
     for what, x in (("q_len", q_len), ("kv_len", kv_len)):
         if not (_is_count(x) or _are_integers(x, 1)):
@@ -29,6 +32,12 @@ def check_lengths(
     if not (is_place or _are_integers(q_offset, 0) or _are_integers(q_offset, 1)):
         write = "an int, or an integer tensor of shape [], [1] or [B]"
         raise FlashgenError(f"q_offset is {show(q_offset)}", call=call, write=write)
+    return q_len, kv_len, batch, heads, q_offset
+
+
+def _plain(x: Any) -> Any:
+    is_integer = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    return int(x) if is_integer else x
 
 
 def _is_count(x: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,6 +187,9 @@ def test_garbage_behind_the_mask(garbage: float, where: str) -> None:
 def test_dense_masks_have_only_the_dimensions_they_need() -> None:
     doc = torch.tensor([[0, 0, 1], [0, 1, 1]])
     assert causal.dense(2, 5, batch=3, heads=4).shape == (1, 1, 2, 5)
+    sizes = np.array([2, 5, 3, 4])
+    made = causal.dense(sizes[0], sizes[1], batch=sizes[2], heads=sizes[3], q_offset=sizes[2])
+    assert torch.equal(made, causal.dense(2, 5, q_offset=3))
     assert document.dense(3, 3, batch=2, heads=4, doc=doc).shape == (2, 1, 3, 3)
     assert head_window.dense(3, 3, batch=2, heads=4, width=1).shape == (1, 4, 3, 3)
     offsets = torch.tensor([0, 1])

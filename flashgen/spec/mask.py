@@ -164,10 +164,12 @@ class Mask:
         `heads` is the number of query heads. Lengths may be integer tensors [B], of packed or
         padded sequences (`cu_seqlens.diff()`): what lies beyond a sequence's own is False.
         Raises FlashgenError like a call would."""
-        from ..check_lengths import check_lengths
+        from ..check_lengths import checked_lengths
         from ..reference import dense_mask, dense_masks
 
-        check_lengths(self.name, q_len, kv_len, batch, heads, q_offset)
+        q_len, kv_len, batch, heads, q_offset = checked_lengths(
+            self.name, q_len, kv_len, batch, heads, q_offset
+        )
         if not (isinstance(q_len, int) and isinstance(kv_len, int)):
             return dense_masks(self, q_len, kv_len, heads, q_offset, data)
         return dense_mask(self, q_len, kv_len, batch, heads, q_offset, data)
