@@ -272,6 +272,43 @@ def finish(
 
 
 @gluon.jit
+def weigh(
+    s, m, l, p, acc0, free, slot, scale_log2, heads,
+    HALF: gl.constexpr, ROW: gl.constexpr, DTYPE: gl.constexpr,
+):
+    """Weights of a tile that isn't the first, by the maximum so far: nothing has to be found out
+    before the exponentials, and nothing is scaled. Where they are large, or outweigh what was
+    there, once more with their own.
+
+    `p`: those of the tile before, which its product still reads."""
+    weights = gl.exp2(s * scale_log2 - m[:, None])
+    sums = hopper.quad_sums(weights)
+    next_p = hopper.pack(weights, DTYPE)
+    alpha = gl.full([64], 1.0, FLOAT, ROW)
+    limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
+    is_beyond = hopper.any_beyond(sums, limit, HALF)
+    if is_beyond:
+        # Rows that aren't among them stay as they are, to the bit: they don't notice who is beside
+        # them.
+        beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
+        m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
+        m_new = gl.where(beyond > 0, m_new, m)
+        weights = gl.exp2(s * scale_log2 - m_new[:, None])
+        next_p = hopper.pack(weights, DTYPE)
+        sums = hopper.quad_sums(weights)
+        alpha = gl.exp2(m - m_new)
+        l *= hopper.for_quads(alpha)
+        m = m_new
+    acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
+    hopper.mbarrier.arrive(free.index(slot), count=1)
+    p = hopper.moved(next_p, heads >> 30)
+    if is_beyond:
+        acc0 *= gl.convert_layout(alpha, gl.SliceLayout(1, hopper.accumulator(128)))[:, None]
+    l += sums
+    return p, m, l, acc0
+
+
+@gluon.jit
 def consume(
     HALF: gl.constexpr,
     out_ptr, lse_ptr, spoilt_ptr, q0_desc, splits, shared_row, parts_ptr, lses_ptr, heads, q_len,
@@ -386,35 +423,7 @@ def consume(
             if tiles_left == 0:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
             s = hopper.keep_keys(s, hopper.keys_before(s, q_idx, first_key, 1))
-            # With the maximum so far: nothing has to be found out before the exponentials, and
-            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
-            # their own.
-            weights = gl.exp2(s * scale_log2 - m[:, None])
-            sums = hopper.quad_sums(weights)
-            next_p = hopper.pack(weights, DTYPE)
-            alpha = gl.full([64], 1.0, FLOAT, ROW)
-            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
-            is_beyond = hopper.any_beyond(sums, limit, HALF)
-            if is_beyond:
-                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                # beside them.
-                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
-                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-                m_new = gl.where(beyond > 0, m_new, m)
-                weights = gl.exp2(s * scale_log2 - m_new[:, None])
-                next_p = hopper.pack(weights, DTYPE)
-                sums = hopper.quad_sums(weights)
-                alpha = gl.exp2(m - m_new)
-                l *= hopper.for_quads(alpha)
-                m = m_new
-            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
-            hopper.mbarrier.arrive(free.index(slot), count=1)
-            p = hopper.moved(next_p, heads >> 30)
-            if is_beyond:
-                acc0 *= gl.convert_layout(
-                    alpha, gl.SliceLayout(1, hopper.accumulator(128))
-                )[:, None]
-            l += sums
+            p, m, l, acc0 = weigh(s, m, l, p, acc0, free, slot, scale_log2, heads, HALF, ROW, DTYPE)
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
             slot = gl.where(slot == STAGES, 0, slot)
@@ -434,35 +443,7 @@ def consume(
             tiles_left -= 1
             if tiles_left == 0:
                 hopper.async_copy.mbarrier_arrive(q_free.index(own), increment_count=False)
-            # With the maximum so far: nothing has to be found out before the exponentials, and
-            # nothing is scaled. Where weights are large, or outweigh what was there, once more with
-            # their own.
-            weights = gl.exp2(s * scale_log2 - m[:, None])
-            sums = hopper.quad_sums(weights)
-            next_p = hopper.pack(weights, DTYPE)
-            alpha = gl.full([64], 1.0, FLOAT, ROW)
-            limit = gl.minimum(gl.maximum(8.0 * l, 16.0), 4096.0)
-            is_beyond = hopper.any_beyond(sums, limit, HALF)
-            if is_beyond:
-                # Rows that aren't among them stay as they are, to the bit: they don't notice who is
-                # beside them.
-                beyond = gl.convert_layout(gl.max(gl.where(sums <= limit, 0, 1), 1), ROW)
-                m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-                m_new = gl.where(beyond > 0, m_new, m)
-                weights = gl.exp2(s * scale_log2 - m_new[:, None])
-                next_p = hopper.pack(weights, DTYPE)
-                sums = hopper.quad_sums(weights)
-                alpha = gl.exp2(m - m_new)
-                l *= hopper.for_quads(alpha)
-                m = m_new
-            acc0, p = hopper.warpgroup_mma_wait(0, deps=(acc0, p))
-            hopper.mbarrier.arrive(free.index(slot), count=1)
-            p = hopper.moved(next_p, heads >> 30)
-            if is_beyond:
-                acc0 *= gl.convert_layout(
-                    alpha, gl.SliceLayout(1, hopper.accumulator(128))
-                )[:, None]
-            l += sums
+            p, m, l, acc0 = weigh(s, m, l, p, acc0, free, slot, scale_log2, heads, HALF, ROW, DTYPE)
             slot += 1
             parity = gl.where(slot == STAGES, parity ^ 1, parity)
             slot = gl.where(slot == STAGES, 0, slot)
