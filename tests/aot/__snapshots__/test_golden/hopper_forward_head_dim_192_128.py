@@ -68,6 +68,18 @@ def place(item, items, q_len, heads, group, last_heads, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def tell(notes, own, ragged_tiles, masked_tiles, full_tiles, block, b, h, share):
+    """What a warpgroup is told of its next row block; a block of -1: that none follows."""
+    hopper.note(notes.index(own * 8), ragged_tiles)
+    hopper.note(notes.index(own * 8 + 1), masked_tiles)
+    hopper.note(notes.index(own * 8 + 2), full_tiles)
+    hopper.note(notes.index(own * 8 + 3), block)
+    hopper.note(notes.index(own * 8 + 4), b)
+    hopper.note(notes.index(own * 8 + 5), h)
+    hopper.note(notes.index(own * 8 + 6), share)
+
+
+@gluon.jit
 def produce(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, next_item_ptr, items, whole, splits, last_heads,
     counts, masked_runs, full_runs, schedule_stride_b, schedule_stride_h, masked_width, full_width,
@@ -156,13 +168,7 @@ def produce(
                     for half in gl.static_range(2):
                         own = round % BUFFERS * 2 + half
                         hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
-                        hopper.note(notes.index(own * 8), ragged_tiles)
-                        hopper.note(notes.index(own * 8 + 1), masked_tiles)
-                        hopper.note(notes.index(own * 8 + 2), full_tiles)
-                        hopper.note(notes.index(own * 8 + 3), block)
-                        hopper.note(notes.index(own * 8 + 4), b)
-                        hopper.note(notes.index(own * 8 + 5), h)
-                        hopper.note(notes.index(own * 8 + 6), share)
+                        tell(notes, own, ragged_tiles, masked_tiles, full_tiles, block, b, h, share)
                         hopper.mbarrier.expect(
                             q_ready.index(own),
                             q0_desc.block_type.nbytes + q1_desc.block_type.nbytes,
@@ -202,13 +208,7 @@ def produce(
     for half in gl.static_range(2):
         own = round % BUFFERS * 2 + half
         hopper.mbarrier.wait(q_free.index(own), round // BUFFERS & 1 ^ 1)
-        hopper.note(notes.index(own * 8), 0)
-        hopper.note(notes.index(own * 8 + 1), 0)
-        hopper.note(notes.index(own * 8 + 2), 0)
-        hopper.note(notes.index(own * 8 + 3), -1)
-        hopper.note(notes.index(own * 8 + 4), 0)
-        hopper.note(notes.index(own * 8 + 5), 0)
-        hopper.note(notes.index(own * 8 + 6), -1)
+        tell(notes, own, 0, 0, 0, -1, 0, 0, -1)
         hopper.mbarrier.arrive(q_ready.index(own), count=1)
 
 
