@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from .functions import sqrt as sqrt
     from .functions import tanh as tanh
     from .functions import where as where
+    from .shared_prefix import shared_prefix_attention as shared_prefix_attention
     from .spec import MLA as MLA
     from .spec import mask as mask
     from .states import merge as merge
-    from .states import shared_prefix_attention as shared_prefix_attention
     from .trace import Const as Const
     from .trace import Tensor as Tensor
 
@@ -44,7 +44,8 @@ _HOME = {
     **dict.fromkeys(("Attention", "attention"), "api"),
     **dict.fromkeys(("MLA", "mask"), "spec"),
     **dict.fromkeys(("Const", "Tensor"), "trace"),
-    **dict.fromkeys(("merge", "shared_prefix_attention"), "states"),
+    "merge": "states",
+    "shared_prefix_attention": "shared_prefix",
     **dict.fromkeys(
         "abs ceil cos erf exp exp2 floor isnan log log2 maximum minimum rsqrt sigmoid sin sqrt "
         "tanh where".split(),

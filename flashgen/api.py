@@ -63,6 +63,12 @@ class Attention:
                 call=f"fg.Attention(softcap={show(softcap)})",
                 write="a positive number, or None for no cap",
             )
+        if hasattr(sinks, "shape"):
+            raise FlashgenError(
+                f"sinks is {show(sinks)}",
+                call=f"fg.Attention(sinks={show(sinks)})",
+                write="fg.Attention(sinks=True), and the tensor [Hq] in calls: sinks=...",
+            )
         check_heads(heads)
         self._program = Program(
             None if mask is None else as_mask(mask),

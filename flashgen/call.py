@@ -115,7 +115,8 @@ def check(
     if transforms.are_active():
         given_tensors = (q, k, v, *storage.given().values(), *data.values())
         transforms.refuse_mapped(*given_tensors, call=text)
-    q, k, v = given = autocast(q, k, v)
+    # Views that stand for negated numbers (`x.conj().imag`) are written out.
+    q, k, v = given = tuple(x.resolve_neg() for x in autocast(q, k, v))
     _check_inputs(text, q, k, v, storage)
     q, k, v = views(storage, *given)
     _check_shapes(text, given, (q, k, v), storage, program.heads)
@@ -282,9 +283,11 @@ def _longest_paged(
 def _kv_lens(
     text: CallText, lens: Any, batch: int, capacity: int, device: torch.device
 ) -> torch.Tensor:
-    write = f"kv_lens [{batch}], integers on {device}, each from 0 to {capacity}"
-    if not isinstance(lens, torch.Tensor) or lens.dtype not in (torch.int32, torch.int64):
-        raise FlashgenError("kv_lens must be an integer tensor", call=text, write=write)
+    write = f"kv_lens [{batch}], int32 or int64 on {device}, each from 0 to {capacity}"
+    if not isinstance(lens, torch.Tensor):
+        raise FlashgenError(f"kv_lens is a {type(lens).__name__}", call=text, write=write)
+    if lens.dtype not in (torch.int32, torch.int64):
+        raise FlashgenError(f"kv_lens has dtype {lens.dtype}", call=text, write=write)
     if lens.shape != (batch,) or lens.device != device:
         problem = f"kv_lens has shape {list(lens.shape)} on {lens.device}"
         raise FlashgenError(problem, call=text, write=write)
@@ -304,9 +307,13 @@ def _scale(text: CallText, scale: Any, head_dim: int) -> float:
             call=text,
             write="a Python float; a learnable temperature is a score function: `score * t`",
         )
-    if not math.isfinite(scale):
-        raise FlashgenError(f"scale is {scale}", call=text, write="a finite number")
-    return float(scale)
+    try:
+        found = float(scale)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise FlashgenError(f"scale is {found}", call=text, write="a finite number")
+    return found
 
 
 def _sinks(
@@ -331,4 +338,4 @@ def _sinks(
     if sinks.device != geometry.device:
         problem = f"sinks is on {sinks.device}, and q on {geometry.device}"
         raise FlashgenError(problem, call=text, write="sinks.to(q.device)")
-    return sinks.contiguous()
+    return sinks.contiguous().resolve_neg()

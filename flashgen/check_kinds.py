@@ -40,6 +40,10 @@ def _wrong(name: str, x: Any) -> tuple[str, str] | None:
         return f"{name} is a nested tensor", f"packed {name}={_PACKED}"
     if x.layout != torch.strided:
         return f"{name} is sparse, of layout {x.layout}", f"{name}.to_dense()"
+    if kind.__name__ == "DTensor":
+        return f"{name} is a DTensor, and no operator here is sharded", f"{name}.to_local()"
+    if kind.__name__ == "MaskedTensor":
+        return f"{name} is a MaskedTensor", f"{name}.get_data(), and a mask in fg.Attention(mask)"
     if kind.__name__ == "FakeTensor":
         return (
             f"{name} is a fake tensor; no schedule is an operator, nor attention of latent heads",

@@ -180,12 +180,18 @@ def ranges_like(tensor: torch.Tensor, dim: int, found: torch.Tensor, order: torc
     return Ranges(found.movedim(-1, dim + 1).expand(2, *shape), order.expand(others))
 
 
+# PyTorch compares none of these.
+_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 def find_ranges(tensor: torch.Tensor, dim: int) -> Ranges:
     """The ranges of equal elements along `dim`, with PyTorch's operations.
 
     In order are elements that never fall or never rise, but for one step over the end: equal ones
     then lie together."""
     x = lead(tensor, dim)
+    if x.dtype in _UNORDERED:
+        x = x.long()
     n = x.shape[-1]
     position = torch.arange(n, dtype=torch.int32, device=x.device)
     fresh = torch.ones_like(x, dtype=torch.bool)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .errors import CallText, FlashgenError
 from .graphs import outside_graphs
-
-if TYPE_CHECKING:
-    from .api import Attention
 
 State = tuple[torch.Tensor, torch.Tensor]
 _WRITE = (
@@ -73,6 +70,11 @@ def _checked(states: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tens
     if outs[0].ndim not in (3, 4) or any(x.shape != shape for x in outs):
         problem = f"the outputs' shapes are {', '.join(str(list(x.shape)) for x in outs)}"
         raise _refuse(states, problem)
+    if len({x.device for x in (*outs, *lses)}) > 1:
+        devices = ", ".join(dict.fromkeys(str(x.device) for x in (*outs, *lses)))
+        raise _refuse(states, f"the states are on {devices}")
+    if odd := [x.dtype for x in (*outs, *lses) if not x.dtype.is_floating_point]:
+        raise _refuse(states, f"a state has dtype {odd[0]}")
     if any(x.shape != torch.Size(lines) for x in lses):
         problem = f"the LSEs' shapes are {', '.join(str(list(x.shape)) for x in lses)}"
         raise _refuse(states, problem)
@@ -82,56 +84,3 @@ def _checked(states: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tens
 @outside_graphs("fg.merge is given states that don't fit together, and says why outside a graph")
 def _refuse(states: Sequence[Any], problem: str) -> FlashgenError:
     return FlashgenError(problem, call=CallText("fg.merge", {}, states), write=_WRITE)
-
-
-def shared_prefix_attention(
-    attend: Attention,
-    q: torch.Tensor,
-    prefix_k: torch.Tensor,
-    prefix_v: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    return_lse: bool = False,
-    scale: float | None = None,
-    backend: Any = "auto",
-    **arguments: Any,
-) -> Any:
-    """Attention of several sequences that begin with the same keys ("cascade"): all queries
-    together over the prefix, which is read once, then each over its own keys, then `merge`.
-
-    Args:
-        attend: says what a query sees of its own keys, whose positions count from the first one
-            behind the prefix; every query sees the whole prefix. So `masks.causal` means causal.
-            Its sinks and softcap count once; a score function is refused.
-        q: [B, Hq, Sq, D], or packed [T, Hq, D] with `cu_seqlens_q`.
-        prefix_k, prefix_v: [Hkv, P, D], [Hkv, P, Dv].
-        k, v, **arguments: each sequence's own keys, as `attend` takes them: dense, packed, paged.
-
-    Returns out, or (out, lse), in the shapes of `attend`. Differentiable where `attend` is.
-    Raises FlashgenError like it."""
-    program = attend._program
-    shown = {"q": q, "prefix_k": prefix_k, "prefix_v": prefix_v, "k": k, "v": v, **arguments}
-    call = CallText("fg.shared_prefix_attention", shown)
-    if program.score is not None:
-        raise FlashgenError(
-            f"{attend.name} changes scores by position, and the prefix has none of its own here",
-            call=call,
-            write="an fg.Attention without a score function, or one call over all keys",
-        )
-    if prefix_k.ndim != 3 or prefix_v.ndim != 3:
-        problem = f"the prefix has {prefix_k.ndim} dimensions"
-        raise FlashgenError(problem, call=call, write="prefix_k [Hkv, P, D], prefix_v [Hkv, P, Dv]")
-    given = {"return_lse": True, "scale": scale, "backend": backend}
-    own, own_lse = attend(q, k, v, **given, **arguments)
-    whole = type(attend)(softcap=program.softcap)
-    is_packed = q.ndim == 3
-    rows = q.transpose(0, 1) if is_packed else q.transpose(0, 1).flatten(1, 2)
-    out, lse = whole(rows[None], prefix_k[None], prefix_v[None], **given)
-    out, lse = out[0], lse[0]
-    if is_packed:
-        out = out.transpose(0, 1)
-    else:
-        out, lse = (x.unflatten(1, (q.shape[0], q.shape[2])).transpose(0, 1) for x in (out, lse))
-    merged = merge(out, lse, own, own_lse)
-    return merged if return_lse else merged[0]

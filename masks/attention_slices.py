@@ -78,7 +78,7 @@ def from_slices(
     Raises FlashgenError for ranges or types that make no sense, and for overlap."""
     call = f"from_slices({_count(q_ranges)} slices)"
     q, k = _ranges("q_ranges", q_ranges, call), _ranges("k_ranges", k_ranges, call)
-    types = torch.as_tensor([FULL] * len(q) if mask_types is None else mask_types).cpu()
+    types = torch.as_tensor([FULL] * len(q) if mask_types is None else mask_types, device="cpu")
     if types.numel() and (types.is_floating_point() or types.dtype == torch.bool):
         raise fg.FlashgenError(
             f"mask_types must be integers, and is {types.dtype}",
@@ -113,9 +113,9 @@ def _count(ranges: Ranges) -> int:
 
 
 def _ranges(name: str, ranges: Ranges, call: str) -> torch.Tensor:
-    table = torch.as_tensor(ranges).cpu()
+    table = torch.as_tensor(ranges, device="cpu")
     if table.numel() == 0:
-        return torch.zeros(0, 2, dtype=torch.long)
+        return torch.zeros(0, 2, dtype=torch.long, device="cpu")
     if table.ndim != 2 or table.shape[1] != 2 or table.is_floating_point():
         raise fg.FlashgenError(
             f"{name} must be integers [n, 2], and is {list(table.shape)} {table.dtype}",
@@ -134,9 +134,9 @@ def _ranges(name: str, ranges: Ranges, call: str) -> torch.Tensor:
 def _row_ranges(q: torch.Tensor, k: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """For each row of each slice the keys it sees, without the empty ones, by row and key."""
     heights = q[:, 1] - q[:, 0]
-    owner = torch.repeat_interleave(torch.arange(len(q)), heights)
+    owner = torch.repeat_interleave(torch.arange(len(q), device=q.device), heights)
     before = torch.cumsum(heights, 0) - heights
-    local = torch.arange(len(owner)) - before[owner]
+    local = torch.arange(len(owner), device=q.device) - before[owner]
     below = heights[owner] - 1 - local
     kind = types[owner]
     start = k[owner, 0] + torch.where(kind >= INVERSE_CAUSAL, local, 0)
@@ -182,12 +182,12 @@ def _tables(
     row: torch.Tensor, start: torch.Tensor, end: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [most ranges of a row, rows + 1] each; the last row is for all that come after."""
-    position = torch.arange(len(row))
+    position = torch.arange(len(row), device=row.device)
     fresh = torch.ones_like(row, dtype=torch.bool)
     fresh[1:] = row[1:] != row[:-1]
     rank = position - torch.cummax(torch.where(fresh, position, 0), 0).values
     runs = int(rank.max()) + 1 if len(row) else 1
-    first = torch.zeros(runs, rows + 1, dtype=torch.int32)
+    first = torch.zeros(runs, rows + 1, dtype=torch.int32, device=row.device)
     last = torch.zeros_like(first)
     first[rank, row] = start.int()
     last[rank, row] = end.int()

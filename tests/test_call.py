@@ -240,3 +240,61 @@ def test_schedules_of_other_heads_lengths_and_offsets() -> None:
     made = causal.schedule(*tensors(), q_offset=places)
     places[0] = 7
     refused(lambda: causal(*tensors(), schedule=made, q_offset=places), "[1, 2]", "[7, 2]")
+
+
+DOC = (torch.arange(40) // 7)[None].int()
+ENDS = torch.tensor([0, 10, 40], dtype=torch.int32)
+LENS = torch.tensor([30])
+DEVICE_CALLS: dict[str, Any] = {
+    "causal": lambda q: fg.Attention(masks.causal)(q, q, q),
+    "offset": lambda q: fg.Attention(masks.causal)(q, q, q, q_offset=3),
+    "document": lambda q: fg.Attention(masks.document)(q, q, q, doc=DOC),
+    "lengths": lambda q: fg.Attention(masks.causal)(q, q, q, kv_lens=LENS),
+    "dropout": lambda q: fg.Attention()(q, q, q, dropout_p=0.5, seed=1),
+    "packed": lambda q: fg.Attention(masks.causal)(
+        *[q[0].transpose(0, 1)] * 3, cu_seqlens_q=ENDS, cu_seqlens_kv=ENDS
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DEVICE_CALLS)
+def test_where_new_tensors_lie_by_default_is_no_matter(name: str) -> None:
+    q = torch.randn(1, 2, 40, 16)
+    right = DEVICE_CALLS[name](q)
+    with torch.device("meta"):
+        found = DEVICE_CALLS[name](q.clone().requires_grad_())
+        found.sum().backward()
+    assert torch.equal(found, right)
+
+
+def test_views_of_negated_numbers_are_what_they_stand_for() -> None:
+    def seen(b: Any, kv_idx: Any, x: fg.Tensor) -> Any:
+        return x[b, kv_idx] > 0
+
+    q, grad, x = (
+        torch.randn(shape, dtype=torch.cfloat).conj().imag
+        for shape in ((1, 2, 20, 16), (1, 2, 20, 16), (1, 20))
+    )
+    sinks = torch.randn(2, dtype=torch.cfloat).conj().imag
+    assert all(y.is_neg() for y in (q, grad, x, sinks))
+    attend = fg.Attention(fg.mask(seen), sinks=True)
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        q, grad, x, sinks = given
+        leaf = q.requires_grad_()
+        out = attend(leaf, leaf, leaf, x=x, sinks=sinks)
+        return [out, *torch.autograd.grad(out, leaf, grad)]
+
+    for found, right in zip(
+        run(q, grad, x, sinks), run(*(y.resolve_neg() for y in (q, grad, x, sinks))), strict=True
+    ):
+        torch.testing.assert_close(found, right)
+
+
+def test_what_no_call_takes() -> None:
+    q, *_ = tensors()
+    refused(lambda: fg.Attention()(q, q, q, scale=10**400), "scale is inf")
+    refused(lambda: fg.Attention(sinks=torch.zeros(2)), "sinks is [2] fp32", "sinks=True")
+    refused(lambda: fg.Attention()(q, q, q, kv_lens=[3, 4]), "kv_lens is a list", "int32 or int64")
+    wrong = torch.tensor([3, 4], dtype=torch.int16)
+    refused(lambda: fg.Attention()(q, q, q, kv_lens=wrong), "kv_lens has dtype torch.int16")

@@ -76,6 +76,18 @@ def test_groups_and_head_dimensions(group: int, dim: int, v_dim: int) -> None:
     assert_same(run(*leaves, causal), oracle(*leaves, allowed), leaves)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 12), (1, 300), (200, 200)])
+def test_a_sequence_s_bits_don_t_depend_on_the_batch(q_len: int, kv_len: int, dtype: Any) -> None:
+    q = torch.randn(3, 4, q_len, 64, dtype=dtype)
+    k, v = torch.randn(2, 3, 2, kv_len, 64, dtype=dtype)
+    for attend in (fg.Attention(masks.causal), fg.Attention()):
+        found = attend(q, k, v, batch_invariant=True)
+        alone = attend(q[1:2], k[1:2], v[1:2], batch_invariant=True)
+        assert torch.equal(found[1:2], alone)
+        torch.testing.assert_close(found, attend(q, k, v))
+
+
 def test_many_blocks_of_one_row_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that doesn't fit is cut by sequences, heads and rows."""
     leaves = inputs(3, 4, 2, 60, 60)

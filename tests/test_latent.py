@@ -24,7 +24,7 @@ def test_the_scale_is_that_of_expanded_heads():
     assert latent.softmax_scale(128, 64, factor=0.5, mscale_all_dim=1.0) == 192**-0.5
 
 
-@pytest.mark.parametrize("sizes", [(0, 64), (128, -1)])
+@pytest.mark.parametrize("sizes", [(0, 64), (128, -1), (128, None), (math.nan, 64), ("a", 1)])
 def test_sizes_that_make_no_scale(sizes):
     with pytest.raises(fg.FlashgenError, match="make no scale"):
         latent.softmax_scale(*sizes)
@@ -38,6 +38,26 @@ def layer():
         *((HEADS, NOPE, RANK), (HEADS, VALUE, RANK)),
     )
     return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def test_projections_that_don_t_fit(layer):
+    q_nope, q_rope, kv, w_key, w_value = layer
+    wrong = [
+        (latent.absorb_queries, (q_nope, q_rope, w_key[:, 1:]), "w_key is [3, 11, 24]"),
+        (latent.absorb_queries, (q_nope, q_rope, w_key[:1]), "w_key is [1, 12, 24]"),
+        (latent.absorb_queries, (q_nope, None, w_key), "q_rope is a NoneType"),
+        (latent.absorb_queries, (q_nope[0], q_rope, w_key), "q_nope has 3 dimensions"),
+        (latent.absorb_queries, (q_nope, q_rope.half(), w_key), "q_rope torch.float16"),
+        (latent.expand_output, (q_nope, w_value), "w_value is [3, 10, 24]"),
+        (latent.expand_cache, (kv.expand(2, 3, 9, 32), w_key, w_value), "kv is [2, 3, 9, 32]"),
+        (latent.expand_cache, (kv, w_key, w_value[1:]), "w_value is [2, 10, 24]"),
+        (latent.expand_cache, (kv[..., :20], w_key, w_value), "kv has 20 columns"),
+    ]
+    for function, given, problem in wrong:
+        with pytest.raises(fg.FlashgenError) as caught:
+            function(*given)
+        assert problem in str(caught.value)
+        assert str(caught.value).startswith(f"latent.{function.__name__}(")
 
 
 def test_absorbed_and_expanded_are_the_same(layer):

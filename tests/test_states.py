@@ -115,6 +115,8 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "the other way round": (lambda o, x: fg.merge(x, o), ["LSEs' shapes"]),
     "an LSE of another shape": (lambda o, x: fg.merge(o, x[..., None]), ["LSEs' shapes"]),
     "no tensors": (lambda o, x: fg.merge(o, 1.0), ["pair of tensors"]),
+    "two devices": (lambda o, x: fg.merge(o, x, o.to("meta"), x), ["states are on cpu, meta"]),
+    "integers": (lambda o, x: fg.merge(o.int(), x), ["a state has dtype torch.int32"]),
 }
 
 
@@ -176,6 +178,50 @@ def test_shared_prefix_has_gradients() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(out, leaves, grad), torch.autograd.grad(whole, leaves, grad)
     )
+
+
+def test_a_shared_prefix_doesn_t_depend_on_the_batch() -> None:
+    q, prefix = torch.randn(3, 2, 9, 16), torch.randn(2, 2, 100, 16)
+    k, v = torch.randn(2, 3, 2, 12, 16)
+
+    def run(rows: slice) -> torch.Tensor:
+        own = (k[rows], v[rows])
+        return fg.shared_prefix_attention(
+            fg.Attention(masks.causal), q[rows], *prefix, *own, batch_invariant=True
+        )
+
+    assert torch.equal(run(slice(0, 3))[:1], run(slice(0, 1)))
+    plain = fg.shared_prefix_attention(fg.Attention(masks.causal), q, *prefix, k, v)
+    torch.testing.assert_close(run(slice(0, 3)), plain)
+
+
+PREFIX = torch.randn(2, 7, 16)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a mask": ({"attend": masks.causal}, "attend is no fg.Attention"),
+    "latent heads": ({"attend": fg.Attention(heads=fg.MLA(12, 4))}, "no latent heads"),
+    "dropout": ({"dropout_p": 0.5, "seed": 1}, "no positions to drop"),
+    "nothing": ({"prefix_k": None}, "prefix_k is a NoneType"),
+    "dimensions": ({"prefix_v": PREFIX[None]}, "the prefix has 4 dimensions"),
+    "heads": ({"prefix_k": PREFIX[[0, 1, 1]], "prefix_v": PREFIX[[0, 1, 1]]}, "4 query heads"),
+    "lengths": ({"prefix_k": PREFIX[:, :5]}, "prefix_k is [2, 5, 16], and prefix_v [2, 7, 16]"),
+    "width": (
+        {"prefix_k": PREFIX[..., :8]},
+        "queries have 16 dimensions, and keys of the prefix 8",
+    ),
+    "dtype": ({"prefix_k": PREFIX.half()}, "prefix_k of torch.float16"),
+    "device": ({"prefix_k": PREFIX.to("meta")}, "prefix_k on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_shared_prefix_can_t_have(name: str) -> None:
+    change, problem = REFUSED[name]
+    q, (k, v) = torch.randn(1, 4, 3, 16), torch.randn(2, 1, 2, 5, 16)
+    given = {"attend": fg.Attention(masks.causal), "q": q, "prefix_k": PREFIX, "prefix_v": PREFIX}
+    with pytest.raises(fg.FlashgenError) as caught:
+        fg.shared_prefix_attention(**{**given, "k": k, "v": v, **change})
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith("fg.shared_prefix_attention(")
 
 
 def test_shared_prefix_refuses_scores() -> None:

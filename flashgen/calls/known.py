@@ -199,6 +199,9 @@ def _key_of(q: Any, k: Any, v: Any, arguments: Mapping[str, Any], data: Mapping[
 def _part_of(x: Any, device: torch.device) -> Any:
     """An argument's part of a key; None of what is looked at in each call."""
     if isinstance(x, torch.Tensor):
+        if x.is_neg():
+            # Kernels read what lies there: such a view is copied first.
+            return None
         layout = layout_of(x)
         place, found = layout[3:]
         # A tensor without an address is wrapped by a function transform.

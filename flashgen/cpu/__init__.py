@@ -23,7 +23,8 @@ class Walk:
     """One attention over the visited tiles, apart from its tensors (see `ops.Engine`).
 
     Everything is computed in float32 (float64 for float64 queries); gradients are equal bit by
-    bit from run to run, so `deterministic` asks for nothing more."""
+    bit from run to run, so `deterministic` asks for nothing more. With `batch_invariant` each
+    sequence is computed by itself."""
 
     def __init__(
         self,
@@ -35,14 +36,16 @@ class Walk:
         softcap: float | None = None,
         dropout: Dropout | None = None,
         deterministic: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
+        self._is_whole = geometry.is_dense and not batch_invariant
         self._bound, self.geometry, self._schedule = bound, geometry, schedule
         self.name = bound.spec.name
         self._scale, self._softcap, self._dropout = scale, softcap, dropout
 
     @cached_property
     def _parts(self) -> list[Part]:
-        return parts_of(self._schedule, self.geometry)
+        return parts_of(self._schedule, self.geometry, self._is_whole)
 
     def forward(
         self,
@@ -53,7 +56,7 @@ class Walk:
         data: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         problems = [self._problem(part, q.dtype, sinks, data) for part in self._parts]
-        if self.geometry.is_dense:
+        if self._is_whole:
             return forward(problems[0], q, k, v)
         out = q.new_zeros((q.shape[0], q.shape[2], q.shape[1], v.shape[3])).transpose(1, 2)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q.dtype))

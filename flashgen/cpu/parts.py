@@ -59,10 +59,10 @@ class Part:
         )
 
 
-def parts_of(schedule: Schedule, geometry: Geometry) -> list[Part]:
-    """The parts of a call: one, or one for each sequence."""
+def parts_of(schedule: Schedule, geometry: Geometry, is_whole: bool) -> list[Part]:
+    """The parts of a call: one, which only dense tensors can be, or one for each sequence."""
     packing, pages = geometry.packing, geometry.pages
-    if geometry.is_dense:
+    if is_whole:
         return [Part(geometry, split(schedule, geometry), _ALL, _ALL, _ALL, None, geometry.kv_len)]
     q_starts = None if packing is None else packing.cu_q.tolist()
     kv_starts = None if packing is None or packing.cu_kv is None else packing.cu_kv.tolist()

@@ -144,7 +144,7 @@ def _add(load: Expr, env: Env, grad: torch.Tensor, total: torch.Tensor) -> None:
 def _per_batch(value: int | torch.Tensor, block: Block) -> torch.Tensor:
     """A length or an offset: one number, or [B, 1, 1, 1]."""
     if isinstance(value, int):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     own = value[block.batch] if value.numel() > 1 else value
     return own.long().reshape(-1, 1, 1, 1)
 

@@ -33,7 +33,7 @@ def _pattern(
     """A descriptor but for its tensor; made and checked once, as a call makes many."""
     block = [1] * (len(shape) - len(tile)) + list(tile)
     layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[dtype])
-    nowhere = torch.empty(0, dtype=dtype)
+    nowhere = torch.empty(0, dtype=dtype, device="cpu")
     known = _strides(shape, strides, dtype.itemsize)
     made: dict[str, Any] = vars(TensorDescriptor(nowhere, list(shape), [*known, 1], block, layout))
     # All of it that a kernel's code depends on, but the tensor's dtype.

@@ -166,7 +166,7 @@ def _stand_in(kind: str, *rest: Any) -> Any:
     if kind == "tensor":
         dtype, ndim, single, device = rest
         if ndim == 0 and device.type == "cpu":
-            return torch.ones((), dtype=dtype)
+            return torch.ones((), dtype=dtype, device="cpu")
         shape = [1 if dim in single else 2 for dim in range(ndim)]
         return torch.empty(shape, dtype=dtype, device="meta")
     return {"int": 1, "float": 1.0}[kind] if kind != "static" else rest[0]

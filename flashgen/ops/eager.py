@@ -143,6 +143,8 @@ def _gradients(
     *saved: Any,
 ) -> Gradients:
     q, k, v, out, lse, sinks, *data = saved
+    # As in calls, views that stand for negated numbers are written out.
+    grad_out, grad_lse = (x if x is None else x.resolve_neg() for x in (grad_out, grad_lse))
     with no_autocast(q.device):
         return made.backward(Saved(q, k, v, out, lse, grad_out, grad_lse), sinks, data, needed)
 

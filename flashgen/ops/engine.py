@@ -61,8 +61,6 @@ def engine(backend: str, bound: Bound, **arguments: Any) -> Engine:
         from .. import cpu
 
         arguments.pop("tapes", None)
-        # Its results don't depend on the batch.
-        arguments.pop("batch_invariant", None)
         return cpu.Walk(bound, **arguments)
     return Kernels(bound, hopper=backend == "hopper", **arguments)
 

@@ -42,7 +42,8 @@ class Sorted(NamedTuple):
         """In the order that `Form` describes."""
         data = [self.data[name] for name in given]
         # Operators specialise on a float, and not on a tensor: it becomes one, by a product.
-        one = [torch.ones((), dtype=torch.float64) * x for x in self.numbers.values()]
+        unit = torch.ones((), dtype=torch.float64, device="cpu")
+        one = [unit * x for x in self.numbers.values()]
         tensors = [*self.tensors.values(), *data, *kept, *one]
         return tensors, [*self.ints.values(), *self.counts.values()]
 

@@ -134,8 +134,9 @@ def _sees_all_along(
     assert spec.mask is not None
     values = {"q_idx": last, "q_len": q_len, "kv_len": kv_len}
     names = ("b", "h", "h_kv", "q_idx", "kv_idx", "q_len", "kv_len")
-    index = {name: torch.tensor(values.get(name, 0)) for name in names}
-    index["kv_idx"] = torch.arange(_SAMPLES) * max(min(last + 1, kv_len), 1) // _SAMPLES
+    index = {name: torch.tensor(values.get(name, 0), device="cpu") for name in names}
+    samples = torch.arange(_SAMPLES, device="cpu")
+    index["kv_idx"] = samples * max(min(last + 1, kv_len), 1) // _SAMPLES
     return bool(evaluate(spec.mask, Env(index, dict(scalars))).all())
 
 
@@ -177,6 +178,9 @@ def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) ->
             found, wanted = made, needed[what]
             if what == "the mask":
                 found, wanted = schedule.mask_name, f"another one, {bound.spec.name}"
+                if found == bound.spec.name:
+                    # Dimensions of 1 and dtypes of data are a part of what a mask is.
+                    wanted += ": with data of other dtypes or dimensions, or of another function"
             raise FlashgenError(
                 f"the schedule was made for {what} {found}, and this call has {wanted}",
                 call=call,

@@ -39,10 +39,10 @@ def queue(
         for row, (b, tile) in enumerate(zip(sequences, tiles, strict=True))
         if tile * block[by_key] < lens[b]
     ]
-    found = torch.zeros(len(work) + 1, COLUMNS, dtype=torch.int32)
+    found = torch.zeros(len(work) + 1, COLUMNS, dtype=torch.int32, device="cpu")
     found[0, 0] = len(alive)
     for place, (_, b, _, row) in enumerate(sorted(alive)):
         first = starts[b] + tiles[row] * block[by_key]
         numbers = (row, b, tiles[row], first, lens[b], other_starts[b], other_lens[b])
-        found[place + 1] = torch.tensor((*numbers, other_rows[b]))
+        found[place + 1] = torch.tensor((*numbers, other_rows[b]), device="cpu")
     return found

@@ -111,9 +111,9 @@ class Schedule:
         return self.packing.sequences(self.block_size[1], by_key=True)
 
     def of_sequence(self, b: int, q_len: int, kv_len: int) -> Schedule:
-        """One sequence's part of a schedule that varies by batch. Waits for the device."""
+        """One sequence's part of a schedule. Waits for the device."""
         rows, columns = -(-q_len // self.block_size[0]), -(-kv_len // self.block_size[1])
-        first, line = 0, b
+        first, line = 0, b if self.states.shape[0] > 1 else 0
         if self.packing is not None:
             first, line = int(self.packing.first_rows(self.block_size[0])[b]), 0
         return replace(
@@ -251,8 +251,9 @@ class Schedule:
         b, tile = packing.tiles(size, by_key=True)
         lens = torch.zeros_like(b) if self.kv_lens is None else self.kv_lens.long()[b]
         is_alive = (tile * size < lens) & (tile < self.states.shape[3])
-        columns = self.grid.mT[b, :, torch.where(is_alive, tile, 0)]
-        columns = (columns * is_alive[:, None, None]).transpose(0, 1)[None]
+        # A column of zeros behind the last tile: there are none where no sequence has keys.
+        grid = torch.nn.functional.pad(self.grid, (0, 1))
+        columns = grid.mT[b, :, torch.where(is_alive, tile, -1)].transpose(0, 1)[None]
         ragged = ((tile + 1) * size > lens).reshape(1, 1, -1, 1)
         return compact(columns, ragged, by_key=True)
 

@@ -22,7 +22,7 @@ def fit_data(
 
     `extents` says how many values each index takes (the largest position + 1 for `q_idx` and
     `kv_idx`); None where only the device knows. Raises FlashgenError."""
-    tensors = dict(bound.tensors)
+    tensors = {name: tensor.resolve_neg() for name, tensor in bound.tensors.items()}
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise FlashgenError(
@@ -110,7 +110,8 @@ def _check_divisors(bound: Bound, device: torch.device, call: object) -> None:
     """A divisor made of scalars only is known on the host, and must not be zero."""
     for node in _host_divisors(bound.spec):
         divisor = node.args[1]
-        env = Env({"b": torch.zeros((), dtype=torch.int64)}, scalars=dict(bound.scalars))
+        first = torch.zeros((), dtype=torch.int64, device="cpu")
+        env = Env({"b": first}, scalars=dict(bound.scalars))
         if not evaluate(divisor, env).item():
             names = sorted(leaves(divisor, "scalar"))
             given = ", ".join(f"{n}={bound.scalars[n]}" for n in names)

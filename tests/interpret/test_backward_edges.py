@@ -130,3 +130,16 @@ def test_a_mask_that_allows_everything_is_no_mask() -> None:
     out = [fg.Attention(mask)(*leaves, backend="interpret") for mask in (None, everything)]
     grads = [torch.autograd.grad(x.sum(), leaves) for x in out]
     torch.testing.assert_close((out[0], *grads[0]), (out[1], *grads[1]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("attend", [fg.Attention(), fg.Attention(masks.causal)], ids=["", "causal"])
+@pytest.mark.parametrize("queries", [0, 4])
+def test_packed_sequences_without_any_keys(attend: Any, queries: int) -> None:
+    q = torch.randn(queries, 2, 16, requires_grad=True)
+    k = torch.randn(0, 2, 16, requires_grad=True)
+    ends = (torch.tensor([0, queries // 2, queries]).int(), torch.zeros(3).int())
+    out = attend(q, k, k, cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], backend="interpret")
+    grad_q, grad_k = torch.autograd.grad(out.sum(), (q, k))
+    assert not out.any()
+    assert not grad_q.any()
+    assert grad_k.shape == (0, 2, 16)

@@ -312,3 +312,33 @@ def test_runs_of_one_call_are_bit_equal() -> None:
     for _ in range(3):
         for mine, other in zip(run(attend, tensors), first, strict=True):
             assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("cap", [1.0, 50.0, 1e3, 1e6, 1e30])
+def test_softcaps_that_are_large_beside_scores(cap: float) -> None:
+    """tanh of small numbers, where 1 - exp cancels."""
+    tensors = inputs()
+    exact = [x.double() for x in tensors]
+    attend = fg.Attention(masks.causal, softcap=cap)
+    right, right_lse = attend(*exact, return_lse=True, backend="cpu")
+    out, lse = run(attend, tensors)
+    torch.testing.assert_close(out.double(), right, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint8, torch.int16])
+def test_ids_of_any_integers(dtype: torch.dtype) -> None:
+    doc = (torch.arange(40) // 17)[None]
+    allowed = doc[0, :, None] == doc[0]
+    agree(fg.Attention(masks.document), inputs(), allowed, doc=doc.to(dtype))
+
+
+def test_data_that_is_a_view_of_negated_numbers() -> None:
+    def seen(b: Any, kv_idx: Any, x: fg.Tensor) -> Any:
+        return x[b, kv_idx] > 0
+
+    x = torch.randn(1, 40, dtype=torch.cfloat).conj().imag
+    assert x.is_neg()
+    allowed = (x.resolve_neg() > 0).expand(40, 40)
+    for given in (x, x.resolve_neg(), x):
+        agree(fg.Attention(fg.mask(seen)), inputs(), allowed, x=given)
