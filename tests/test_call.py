@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import flashgen as fg
 from flashgen import masks
 from flashgen.geometry import MAX_POSITION
+from flashgen.spec.program import CALL_ARGUMENTS
 
 
 def tensors(B: int = 2, H: int = 2, S: int = 9, T: int = 9, D: int = 8, Hkv: int = 2) -> Any:
@@ -298,3 +300,13 @@ def test_what_no_call_takes() -> None:
     refused(lambda: fg.Attention()(q, q, q, kv_lens=[3, 4]), "kv_lens is a list", "int32 or int64")
     wrong = torch.tensor([3, 4], dtype=torch.int16)
     refused(lambda: fg.Attention()(q, q, q, kv_lens=wrong), "kv_lens has dtype torch.int16")
+
+
+def test_a_misspelt_argument_is_known() -> None:
+    q, *_ = tensors()
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    refused(lambda: fg.Attention()(q, q, q, page_tabel=table), "Did you mean `page_table`?")
+    refused(lambda: fg.Attention(masks.document)(q, q, q, docs=table), "Did you mean `doc`?")
+    refused(lambda: fg.Attention()(q, q, q, colour=3), "nothing is left to give")
+    taken = inspect.signature(fg.Attention.__call__).parameters.values()
+    assert set(CALL_ARGUMENTS) == {p.name for p in taken if p.kind is p.KEYWORD_ONLY}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ..errors import FlashgenError, did_you_mean
@@ -185,10 +186,13 @@ def _leaf(function: Function, wants: Any, names: Any, bound: Any, check: Any) ->
     return Leaf(function, wants, names, bound, check)
 
 
-def unknown_name(name: str, known: list[str], call: object) -> FlashgenError:
-    """The error for data that nothing asks for."""
+def unknown_name(
+    name: str, known: list[str], call: object, others: Sequence[str] = ()
+) -> FlashgenError:
+    """The error for data that nothing asks for; `others`: what else a call takes."""
+    names = known if others and not get_close_matches(name, others, n=1) else [*known, *others]
     return FlashgenError(
         f"nothing here is called {name}",
         call=call,
-        write=did_you_mean(name, known) or "no data: nothing is left to give",
+        write=did_you_mean(name, names) or "no data: nothing is left to give",
     )

@@ -22,6 +22,12 @@ from .leaf import Argument, Leaf, unknown_name
 from .mask import Mask, check_arguments
 from .spec import Bound, ScalarParam, Spec, TensorParam, sizes_read
 
+# What calls take beside tensors and data, for who misspells one.
+CALL_ARGUMENTS = (
+    "scale", "q_offset", "kv_lens", "sinks", "dropout_p", "seed", "cu_seqlens_q", "cu_seqlens_kv",
+    "max_seqlen_q", "max_seqlen_kv", "page_table", "page_layout", "schedule", "return_lse",
+    "deterministic", "batch_invariant", "backend",
+)  # fmt: skip
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
@@ -135,7 +141,7 @@ class Program:
         known = [a.name for a in self.params]
         for name in data:
             if name not in known:
-                raise unknown_name(name, known, call)
+                raise unknown_name(name, known, call, CALL_ARGUMENTS)
         missing = [a for leaf in self.leaves for a in leaf.required if a.name not in data]
         if missing:
             unique = list(dict.fromkeys(map(str, missing)))
