@@ -117,9 +117,12 @@ def check(
         transforms.refuse_mapped(*given_tensors, call=text)
     # Views that stand for negated numbers (`x.conj().imag`) are written out.
     q, k, v = given = tuple(x.resolve_neg() for x in autocast(q, k, v))
-    _check_inputs(text, q, k, v, storage)
+    write = storage.shapes
+    if program.heads is not None:
+        write = storage.latent_shapes(program.heads.rank + program.heads.rope)
+    _check_inputs(text, q, k, v, storage, write)
     q, k, v = views(storage, *given)
-    _check_shapes(text, given, (q, k, v), storage, program.heads)
+    _check_shapes(text, given, (q, k, v), storage, program.heads, write)
     geometry = geometry_of(text, q, k, v, q_offset, storage)
     if program.flex_function and geometry.q_offset is None and _lengths_differ(geometry):
         raise FlashgenError(
@@ -148,7 +151,8 @@ def _latent_values(
 ) -> torch.Tensor:
     """The values of latent heads: the first columns of the keys."""
     width = heads.rank + heads.rope
-    write = f"attend(q, kv, scale=...), with one head of {width} columns: kv [B, 1, Skv, {width}]"
+    write = f"attend(q, kv, scale=...), with one head of {width} columns: "
+    write += storage.latent_shapes(width)
     if v is not None:
         problem = f"{heads} has no value tensor: the value is kv's first {heads.rank} columns"
         raise FlashgenError(problem, call=text, write=write)
@@ -170,7 +174,12 @@ def _latent_values(
 
 
 def _check_inputs(
-    text: CallText, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, storage: Storage
+    text: CallText,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    storage: Storage,
+    write: str,
 ) -> None:
     for name, x, dims in zip("qkv", (q, k, v), storage.dims, strict=True):
         if x.ndim != dims:
@@ -186,7 +195,7 @@ def _check_inputs(
         raise FlashgenError(
             problem,
             call=text,
-            write=f"{storage.shapes}, of one dtype (float16, bfloat16, float32; float64 on the "
+            write=f"{write}, of one dtype (float16, bfloat16, float32; float64 on the "
             "CPU) on one device",
         )
 
@@ -197,14 +206,15 @@ def _check_shapes(
     views: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     storage: Storage,
     latent: MLA | None,
+    write: str,
 ) -> None:
-    """`views`: q, k, v as [B, H, S, D]."""
+    """`views`: q, k, v as [B, H, S, D]; `write`: the shapes that a call gives."""
     q, k, v = views
     is_batch = storage.is_packed or storage.is_paged or q.shape[0] == k.shape[0]
     if k.shape[:3] != v.shape[:3] or not is_batch or q.shape[3] != k.shape[3]:
-        shapes = ", ".join(str(list(x.shape)) for x in given)
+        shapes = ", ".join(str(list(x.shape)) for x in (given if latent is None else given[:2]))
         problem = f"the shapes {shapes} don't fit together"
-        raise FlashgenError(problem, call=text, write=storage.shapes)
+        raise FlashgenError(problem, call=text, write=write)
     heads, kv_heads = q.shape[1], k.shape[1]
     if (kv_heads == 0) != (heads == 0) or (kv_heads and heads % kv_heads):
         raise FlashgenError(

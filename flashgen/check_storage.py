@@ -60,6 +60,16 @@ class Storage:
         queries = "q [Tq, Hq, D] with cu_seqlens_q" if self.is_packed else "q [B, Hq, Sq, D]"
         return f"{queries}, {_PAGES[self.page_layout or 'NHD']}"
 
+    def latent_shapes(self, width: int) -> str:
+        """What queries and latent rows of so many columns look like."""
+        if not self.is_paged:
+            queries = f"q [T, Hq, {width}], kv [T, 1, {width}]"
+            return queries if self.is_packed else f"q [B, Hq, Sq, {width}], kv [B, 1, Skv, {width}]"
+        pages = {"HND": "pages, 1, page size"}.get(self.page_layout, "pages, page size, 1")
+        layout = f'page_layout="{self.page_layout or "NHD"}"'
+        queries = f"q [Tq, Hq, {width}]" if self.is_packed else f"q [B, Hq, Sq, {width}]"
+        return f"{queries}, kv [{pages}, {width}] with {layout}"
+
     @property
     def dims(self) -> tuple[int, int, int]:
         """How many dimensions q, k and v have."""

@@ -107,3 +107,20 @@ def test_a_schedule_of_latent_rows(layer):
     out = attend(q, kv, scale=0.2, schedule=schedule)
     assert torch.equal(out, attend(q, kv, scale=0.2))
     assert out.shape == (1, 2, 3, RANK)
+
+
+def test_what_latent_calls_look_like():
+    attend = fg.Attention(masks.causal, heads=fg.MLA(16, 8))
+    table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, 6])
+    paged = {"page_table": table, "kv_lens": lens}
+    q, kv, pages = torch.randn(2, 4, 1, 24), torch.randn(2, 1, 9, 24), torch.randn(5, 1, 4, 24)
+    wrong = [
+        (q, pages, paged, 'kv [pages, page size, 1, 24] with page_layout="NHD"'),
+        (q[..., :16], kv, {}, "q [B, Hq, Sq, 24], kv [B, 1, Skv, 24]"),
+        (q, kv[:1], {}, "the shapes [2, 4, 1, 24], [1, 1, 9, 24] don't fit together"),
+        (q.half(), kv, {}, "kv [B, 1, Skv, 24], of one dtype"),
+    ]
+    for q, kv, given, text in wrong:
+        with pytest.raises(fg.FlashgenError) as caught:
+            attend(q, kv, scale=0.1, **given)
+        assert text in str(caught.value)

@@ -154,6 +154,8 @@ def _instead(value: Any, wants: str) -> str:
     """What to write for what isn't a function."""
     if wants == "score":
         return "@fg.attention(mask=...) above a function"
+    if type(value).__name__ == "BlockMask":
+        return "masks.from_block_mask(block_mask)"
     if getattr(value, "ndim", 0) >= 2:
         return "masks.from_dense(matrix) for a boolean matrix; masks of a formula need no memory"
     return "@fg.mask above a function, or one of flashgen.masks"
