@@ -133,7 +133,8 @@ class Attention:
             q_offset: position of the first query: an int, or an integer tensor of shape [], [1]
                 or [B]; by default the queries are the last positions.
             return_lse: also return the natural-log LSE [B, Hq, Sq].
-            schedule: one made before by `.schedule(...)` for these lengths, offset and mask.
+            schedule: one made before by `.schedule(...)` for these lengths, offset and mask, and
+                of equal data, which is looked at where FLASHGEN_DEBUG is set.
             deterministic: gradients equal bit by bit from run to run.
             backend: `auto`, `cpu`, `interpret`, `portable` or `hopper`.
             sinks: [Hq], where `sinks=True` was declared; finite or -inf (the cpu backend takes inf
@@ -208,6 +209,10 @@ class Attention:
         if schedule is not None and not known.fits(schedule):
             check_fits(schedule, call.bound, call.geometry, call.text)
             known.found_to_fit(schedule)
+        if schedule is not None and config.debug:
+            from .debug import check_schedule
+
+            check_schedule(schedule, call.bound, call.geometry, call.text)
         route = route_of(known, call, backend, schedule, invariant)
         tile = route.tile if schedule is None else schedule.block_size
         is_given = schedule is not None

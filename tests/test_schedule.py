@@ -245,3 +245,19 @@ def test_every_tile_size(block: int | tuple[int, int]) -> None:
     allowed = masks.causal_document.dense(300, 300, **data)
     assert torch.equal(schedule.states, brute_force(allowed, pair))
     torch.testing.assert_close(attend(q, q, q, schedule=schedule, **data), attend(q, q, q, **data))
+
+
+@pytest.mark.parametrize("storage", ["dense", "packed"])
+def test_debugging_looks_at_a_schedule_s_data(storage: str) -> None:
+    attend = fg.Attention(masks.causal_document)
+    q, places = torch.randn(2, 2, 300, 16), {}
+    docs = [(torch.arange(300) // size).expand(2, -1) for size in (100, 130)]
+    if storage == "packed":
+        q = q.transpose(1, 2).flatten(0, 1)
+        ends = torch.tensor([0, 300, 600], dtype=torch.int32)
+        places = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+    made = attend.schedule(q, q, q, doc=docs[0], **places)
+    with fg.config.override(debug=True):
+        attend(q, q, q, doc=docs[0].clone(), schedule=made, **places)
+        with pytest.raises(fg.FlashgenError, match="the schedule was made of other data"):
+            attend(q, q, q, doc=docs[1], schedule=made, **places)
