@@ -26,7 +26,7 @@ def merge(*states: torch.Tensor | Sequence[torch.Tensor]) -> State:
             [H, T]; or a list of the outputs and a list of the LSEs.
 
     Returns (out, lse) in the same shapes; computed in float32 (float64 for such states). A state
-    without keys (lse -inf) changes nothing, bit by bit, whatever its output holds. Differentiable
+    without keys (lse -inf) changes no number, whatever its output holds. Differentiable
     by both. A sink belongs to one of the states alone.
     Raises FlashgenError for states that don't fit together."""
     outs, lses = _checked(states)
