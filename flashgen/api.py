@@ -19,12 +19,12 @@ from .check_kinds import refuse_meta
 from .check_storage import PageLayout, Storage
 from .config import config
 from .decoding import choose_kernel, decode
-from .errors import CallText, FlashgenError, show
+from .errors import CallText, FlashgenError
 from .graphs import outside_graphs
 from .schedule import Planner, Schedule
 from .schedule.make import check_block_size, check_fits, make_schedule
 from .spec import MLA, Mask, Program, as_mask
-from .spec.heads import check_heads
+from .spec.declared import check_declared
 from .spec.leaf import Leaf
 from .trace.reads import Reads
 
@@ -53,23 +53,7 @@ class Attention:
         softcap: float | None = None,
         sinks: bool = False,
     ) -> None:
-        if softcap is not None and not (
-            isinstance(softcap, (int, float))
-            and not isinstance(softcap, bool)
-            and 0 < softcap < float("inf")
-        ):
-            raise FlashgenError(
-                f"softcap is {show(softcap)}",
-                call=f"fg.Attention(softcap={show(softcap)})",
-                write="a positive number, or None for no cap",
-            )
-        if hasattr(sinks, "shape"):
-            raise FlashgenError(
-                f"sinks is {show(sinks)}",
-                call=f"fg.Attention(sinks={show(sinks)})",
-                write="fg.Attention(sinks=True), and the tensor [Hq] in calls: sinks=...",
-            )
-        check_heads(heads)
+        check_declared(softcap, sinks, heads)
         self._program = Program(
             None if mask is None else as_mask(mask),
             None if score is None else Leaf.of(score, "score"),
@@ -209,10 +193,6 @@ class Attention:
         if schedule is not None and not known.fits(schedule):
             check_fits(schedule, call.bound, call.geometry, call.text)
             known.found_to_fit(schedule)
-        if schedule is not None and config.debug:
-            from .debug import check_schedule
-
-            check_schedule(schedule, call.bound, call.geometry, call.text)
         route = route_of(known, call, backend, schedule, invariant)
         tile = route.tile if schedule is None else schedule.block_size
         is_given = schedule is not None

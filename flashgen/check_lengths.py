@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import torch
 
 from .errors import FlashgenError, show
+from .geometry import plain
 
 
 def checked_lengths(
@@ -15,7 +15,7 @@ def checked_lengths(
 ) -> tuple[Any, Any, Any, Any, Any]:
     """They, integers of other libraries as Python's. Raises FlashgenError for what is no length,
     count or position."""
-    q_len, kv_len, batch, heads, q_offset = map(_plain, (q_len, kv_len, batch, heads, q_offset))
+    q_len, kv_len, batch, heads, q_offset = map(plain, (q_len, kv_len, batch, heads, q_offset))
     call = f"{name}.dense({show(q_len)}, {show(kv_len)}, ...)"
     for what, x in (("q_len", q_len), ("kv_len", kv_len)):
         if not (_is_count(x) or _are_integers(x, 1)):
@@ -33,11 +33,6 @@ def checked_lengths(
         write = "an int, or an integer tensor of shape [], [1] or [B]"
         raise FlashgenError(f"q_offset is {show(q_offset)}", call=call, write=write)
     return q_len, kv_len, batch, heads, q_offset
-
-
-def _plain(x: Any) -> Any:
-    is_integer = isinstance(x, numbers.Integral) and not isinstance(x, bool)
-    return int(x) if is_integer else x
 
 
 def _is_count(x: Any) -> bool:

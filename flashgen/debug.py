@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 
 from .config import log
-from .errors import FlashgenError
 from .expr import Expr, evaluate, leaves, walk
 from .geometry import Geometry
 from .reference import dense_env
-from .schedule import Schedule
-from .schedule.classify import EMPTY, FULL
-from .schedule.make import make_schedule
 from .spec import Bound
 
 # Rows of queries looked at together: the check never holds Sq x Skv numbers.
@@ -30,24 +26,6 @@ def report_clamped(bound: Bound, geometry: Geometry) -> int:
             )  # fmt: skip
         total += count
     return total
-
-
-def check_schedule(schedule: Schedule, bound: Bound, geometry: Geometry, call: object) -> None:
-    """Whether a schedule that fits by its mask and lengths was made of equal data, too.
-
-    Raises FlashgenError where it leaves out a tile that a pair of this call attends in, or takes a
-    tile for full that isn't."""
-    made, right = (
-        x.states
-        for x in (schedule, make_schedule(bound, geometry, schedule.block_size, "exact", call))
-    )
-    wrong = (made == EMPTY) & (right != EMPTY) | (made == FULL) & (right != FULL)
-    if count := int(wrong.sum()):
-        raise FlashgenError(
-            f"the schedule was made of other data: {count} of its tiles are wrong here",
-            call=call,
-            write="a schedule of this call: attend.schedule(q, k, v, ...)",
-        )
 
 
 def _indexed(bound: Bound) -> list[tuple[Expr, int]]:

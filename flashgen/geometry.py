@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -157,16 +158,22 @@ class Geometry:
         }
 
 
+def plain(x: Any) -> Any:
+    """An integer of any library as Python's; all else, and what is true or false, as it is."""
+    return int(x) if not isinstance(x, bool) and isinstance(x, numbers.Integral) else x
+
+
 def check_offset(
     offset: object, batch: int, device: torch.device, call: object
 ) -> int | torch.Tensor | None:
     """An int, or a 0-d, [1] or [B] integer tensor on the device. Raises FlashgenError."""
     if offset is None:
         return None
-    if not isinstance(offset, bool) and isinstance(offset, numbers.Integral):
-        if abs(int(offset)) > MAX_POSITION:
+    offset = plain(offset)
+    if type(offset) is int:
+        if abs(offset) > MAX_POSITION:
             raise _offset_error(f"is {offset}, beyond 2^30", batch, call)
-        return int(offset)
+        return offset
     if not isinstance(offset, torch.Tensor):
         raise _offset_error(f"is a {type(offset).__name__}", batch, call)
     if offset.dtype.is_floating_point or offset.dtype == torch.bool or offset.is_complex():

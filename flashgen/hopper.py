@@ -156,7 +156,8 @@ def quads() -> Any:
 @gluon.jit
 def note(place, x):  # type: ignore[no-untyped-def]
     """Write a number into shared memory."""
-    place.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + x)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place.store(gl.full([1], 0, place.dtype, lanes) + x)
 
 
 @gluon.jit
@@ -175,8 +176,7 @@ def halves(x):  # type: ignore[no-untyped-def]
 @gluon.jit
 def note_pointer(place, pointer):  # type: ignore[no-untyped-def]
     """Write a pointer into shared memory."""
-    zero = gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    place.store(zero + pointer.to(gl.int64))
+    note(place, pointer.to(gl.int64))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

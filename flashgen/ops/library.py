@@ -124,10 +124,9 @@ def _forward(
     call, schedule, choice, tapes = _scheduled(known, q, k, v, others, ints, own_tapes)
     invariant = _is_invariant(known)
     if config.debug:
-        from ..debug import check_schedule, report_clamped
+        from ..debug import report_clamped
 
         report_clamped(call.bound, call.geometry)
-        check_schedule(schedule, call.bound, call.geometry, call.text)
     kernel = choose_kernel(call, choice, asked=known.backend, invariant=invariant)
     with no_autocast(q.device):
         if kernel.decodes:

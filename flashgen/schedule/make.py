@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from .. import transforms
+from ..config import config
 from ..errors import FlashgenError, show
 from ..expr import Env, evaluate
 from ..geometry import Geometry
 from ..order import tables_of
 from ..records.tape import Tapes
 from ..spec import Bound, Spec
-from .classify import Planner, classify
+from .classify import EMPTY, FULL, Planner, classify
 from .runs import Runs
 from .value import Schedule, shown
 
@@ -164,8 +165,12 @@ def check_block_size(block_size: Any, call: object) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
+_OF_THIS_CALL = "a schedule of this call: attend.schedule(q, k, v, ...)"
+
+
 def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) -> None:
-    """Refuse a schedule made for other lengths, positions, masks or devices."""
+    """Refuse a schedule made for other lengths, positions, masks or devices; debugging, one made
+    of other data. Raises FlashgenError."""
     if not isinstance(schedule, Schedule):
         raise FlashgenError(
             f"schedule is a {type(schedule).__name__}",
@@ -184,8 +189,19 @@ def check_fits(schedule: Any, bound: Bound, geometry: Geometry, call: object) ->
             raise FlashgenError(
                 f"the schedule was made for {what} {found}, and this call has {wanted}",
                 call=call,
-                write="a schedule of this call: attend.schedule(q, k, v, ...)",
+                write=_OF_THIS_CALL,
             )
+    if config.debug and (count := _wrong_tiles(schedule, bound, geometry, call)):
+        problem = f"the schedule was made of other data: {count} of its tiles are wrong here"
+        raise FlashgenError(problem, call=call, write=_OF_THIS_CALL)
+
+
+def _wrong_tiles(schedule: Schedule, bound: Bound, geometry: Geometry, call: object) -> int:
+    """How many tiles are left out though a pair of the call attends in them, or are taken for full
+    and aren't."""
+    right = make_schedule(bound, geometry, schedule.block_size, "exact", call).states
+    made = schedule.states
+    return int(((made == EMPTY) & (right != EMPTY) | (made == FULL) & (right != FULL)).sum())
 
 
 def _needed(schedule: Schedule, bound: Bound, geometry: Geometry) -> dict[str, Any]:

@@ -26,13 +26,3 @@ class MLA:
                     call=f"fg.MLA(rank={show(self.rank)}, rope={show(self.rope)})",
                     write="fg.MLA(rank=512, rope=64)",
                 )
-
-
-def check_heads(heads: object) -> None:
-    """What a declaration says of heads. Raises FlashgenError."""
-    if heads is not None and not isinstance(heads, MLA):
-        raise FlashgenError(
-            f"heads is {show(heads)}",
-            call=f"fg.Attention(heads={show(heads)})",
-            write="fg.MLA(rank=512, rope=64), or nothing: other head counts are in the shapes",
-        )
