@@ -136,7 +136,7 @@ def forward(
     It has no dropout. `batch_invariant`: no row block is shared, as that depends on the batch."""
     q, k, v, scale = launch.positive_scale(q, k, v, scale)
     out, lse = _results(q, v.shape[-1], geometry)
-    spoilt = torch.zeros(q.shape[:3], dtype=torch.int8, device=q.device)
+    spoilt, counters = _zeros(q)
     variant = launch.variant_of(bound, geometry, q.shape[-1], v.shape[-1], like=q)
     dims = (q.shape[-1], v.shape[-1])
     default = shape_for(*dims, schedule.block_size[1], schedule.block_size[0])
@@ -159,7 +159,7 @@ def forward(
 
     def attend(shape: Shape) -> None:
         layout = _lay_out(bound, geometry, schedule, shape, dims, batch_invariant)
-        given = {**values, **_buffers(layout, out, lse)}
+        given = {**values, **_buffers(layout, out, lse, counters[:1])}
         constants = constants_of(shape) | paged
         launch.launch(kernel, texts[0].arguments, given, constants, WARPS, layout.programs)
         if layout.shares.splits > 1:
@@ -169,7 +169,7 @@ def forward(
     what = launch.tuned_as(texts[0].name, texts[0].text, q.dtype)
     if apart is not None:
         values["parted_ptr"] = schedule.documents(apart).holds
-        _attend_apart(apart, values, variant, geometry, schedule, dims)
+        _attend_apart(apart, values, variant, geometry, schedule, dims, counters[1:2])
         attend(default)
     else:
         attend(tuned(what, q.device, default, dims, attend))
@@ -201,6 +201,7 @@ def _attend_apart(
     geometry: Geometry,
     schedule: Schedule,
     dims: tuple[int, int],
+    counter: torch.Tensor,
 ) -> None:
     """Documents that lie together, as sequences; `values`: of the kernel that takes others."""
     documents, default = schedule.documents(apart), shape_for(*dims, *apart.block[::-1])
@@ -217,7 +218,7 @@ def _attend_apart(
         blocks = max(1, apart.batch * apart.length // shape.block_m)
         side = _last_heads(geometry.heads, geometry.group, blocks, shape.side * processors)
         layout = Layout(items, Shares(items), 0, min(items, processors), side)
-        given = own | _buffers(layout, out, values["lse_ptr"])
+        given = own | _buffers(layout, out, values["lse_ptr"], counter)
         constants = constants_of(shape)
         launch.launch(kernel, generated.arguments, given, constants, WARPS, layout.programs)
 
@@ -288,14 +289,28 @@ def _lay_out(
     return Layout(heads * blocks, shares, row, programs, last_heads)
 
 
-def _buffers(layout: Layout, out: torch.Tensor, lse: torch.Tensor) -> dict[str, Any]:
-    """The kernel's arguments that say how work is laid out, and what shares are written to."""
+def _zeros(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags of rows [B, Hq, Sq], int8, and counters of work, int32, all 0 by one operation."""
+    counters = 16
+    whole = torch.zeros(counters + q.shape[:3].numel(), dtype=torch.int8, device=q.device)
+    return whole[counters:].view(q.shape[:3]), whole[:counters].view(torch.int32)
+
+
+def _buffers(
+    layout: Layout, out: torch.Tensor, lse: torch.Tensor, counter: torch.Tensor
+) -> dict[str, Any]:
+    """The kernel's arguments that say how work is laid out, and what shares are written to.
+
+    `counter`: of the pieces of work that were taken."""
+    if config.tune != "off":
+        # Another run has counted.
+        counter.zero_()
     parts = lses = lse
     if layout.shares.splits > 1:
         lses = lse.new_empty((lse.numel() - layout.row, layout.shares.splits))
         parts = lse.new_empty((*lses.shape, out.shape[-1]))
     return {
-        "next_item_ptr": torch.zeros(1, dtype=torch.int32, device=out.device),
+        "next_item_ptr": counter,
         "items": layout.items, "last_heads": layout.last_heads,
         "whole": layout.shares.whole, "splits": layout.shares.splits, "shared_row": layout.row,
         "parts_ptr": parts, "lses_ptr": lses,
