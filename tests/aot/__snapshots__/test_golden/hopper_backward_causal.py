@@ -35,57 +35,99 @@ def place_of(item, blocks, heads, group, side):
 
 
 @gluon.jit
-def load(
-    q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-    q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, sum_places, dq_sum_ptr,
-    work, q_here, grads_here, is_free, keys_here, keys_free, values_here, values_free, spoilt_ptr,
-    counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
-    next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
-    are_masked, turns, visits, ranks, most_visits,
+def announce(
+    k_tiles, k, work, keys_here, keys_free, may_take, spoilt_ptr,
+    counts, masked_runs, full_runs, masked_width, full_width,
+    schedule_stride_b, schedule_stride_h, next_item_ptr,
+    items, blocks, heads, group, side, capacity, padded_len,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    STAGES: gl.constexpr, STEPS: gl.constexpr, SHARED_HEADS: gl.constexpr,
+    STEPS: gl.constexpr, SHARED_HEADS: gl.constexpr,
 ):
-    """The warp that loads: for each piece of work its keys and values, and its queries and their
-    gradients a few steps ahead. It gets the pieces from a counter, and tells the others."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """A warp that gets pieces of work from a counter. Of each it tells the others and loads its
+    keys,
+    while the last steps of the one before are computed."""
     number = 0
-    past = 0
     # Blocks only wait for those that were taken before them, so the first of all waits for none.
     item = gl.atomic_add(next_item_ptr, 1)
+
     while item < items:
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        line = (b * heads + h) * padded_len
-        grid = b * schedule_stride_b + h * schedule_stride_h
-        schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
-        visits_row = visits + schedule_row * (most_visits + 1)
-        blocks_here, tiles = blocks, gl.cdiv(capacity, TILE_N)
-        ranks_here = ranks + grid * (padded_len // TILE_M) * tiles + block * BLOCK_N // TILE_N
-        # Blocks of one tile come one after the other, the last one first.
-        last_of_tile = (block * BLOCK_N // TILE_N + 1) * (TILE_N // BLOCK_N) - 1
-        rank_in_tile = gl.minimum(last_of_tile, blocks_here - 1) - block
+        schedule_row = (b * schedule_stride_b + h * schedule_stride_h) * gl.cdiv(capacity, TILE_N)
+        schedule_row += block * BLOCK_N // TILE_N
+
         masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
         full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
+
         # Without branches, behind which the assembler takes nothing for alike in all threads.
         steps = masked_steps + full_steps
         is_seen, slot = steps > 0, number & 1
         mbarrier.wait(keys_free, slot ^ 1)
-        hopper.note(work.index(slot * 6), h)
-        hopper.note(work.index(slot * 6 + 1), masked_steps)
-        hopper.note(work.index(slot * 6 + 2), full_steps)
-        hopper.note(work.index(slot * 6 + 3), b)
-        hopper.note(work.index(slot * 6 + 4), h_kv)
-        hopper.note(work.index(slot * 6 + 5), block)
+        hopper.note(work.index(slot * 7), h)
+        hopper.note(work.index(slot * 7 + 1), masked_steps)
+        hopper.note(work.index(slot * 7 + 2), full_steps)
+        key_line = b * (heads // group) + h_kv
+        hopper.note(work.index(slot * 7 + 3), b)
+        hopper.note(work.index(slot * 7 + 4), h_kv)
+        hopper.note(work.index(slot * 7 + 5), block)
+        hopper.note(work.index(slot * 7 + 6), key_line)
         mbarrier.expect(keys_here, k_tiles.block_type.nbytes, is_seen)
         hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k.index(slot), is_seen)
         mbarrier.arrive(keys_here, count=1, pred=is_seen)
+        mbarrier.wait(may_take, slot, pred=is_seen)
         number += is_seen.to(gl.int32)
         if not SHARED_HEADS:
             # Keys that no query sees: the kernels of repairs write their zeros.
-            key_line = b * (heads // group) + h_kv
             own_tile = key_line * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
             gl.store(spoilt_ptr + own_tile, 1, mask=steps == 0)
+        item = gl.atomic_add(next_item_ptr, 1)
+    # There is no more.
+    mbarrier.wait(keys_free, number & 1 ^ 1)
+    hopper.note(work.index((number & 1) * 7), -1)
+    mbarrier.arrive(keys_here, count=2)
+
+
+@gluon.jit
+def load(
+    q_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+    q, v, grad_out, lse, minus_delta, first_rows, sum_rows, sum_places, dq_sum_ptr,
+    work, q_here, grads_here, is_free, keys_here, keys_free,
+    values_here, values_free, may_take,
+    masked_runs, full_runs, masked_width, full_width,
+    schedule_stride_b, schedule_stride_h, heads, group, capacity, padded_len, blocks,
+    are_masked, turns, visits, ranks, most_visits,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    STAGES: gl.constexpr, STEPS: gl.constexpr,
+):
+    """The warp that loads: for each piece of work its values, and its queries and their gradients a
+    few steps ahead."""
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    number = 0
+    past = 0
+    mbarrier.wait(keys_here, 0)
+    h = hopper.read(work.index(0))
+    while h >= 0:
+        slot = number & 1
+        masked_steps = hopper.read(work.index(slot * 7 + 1))
+        steps = masked_steps + hopper.read(work.index(slot * 7 + 2))
+        b = hopper.read(work.index(slot * 7 + 3))
+        h_kv = hopper.read(work.index(slot * 7 + 4))
+        block = hopper.read(work.index(slot * 7 + 5))
+        mbarrier.arrive(keys_free, count=1)
+        schedule_row = (b * schedule_stride_b + h * schedule_stride_h) * gl.cdiv(capacity, TILE_N)
+        schedule_row += block * BLOCK_N // TILE_N
+
+        line = (b * heads + h) * padded_len
+        visits_row = visits + schedule_row * (most_visits + 1)
+        blocks_here, tiles = blocks, gl.cdiv(capacity, TILE_N)
+        grid = b * schedule_stride_b + h * schedule_stride_h
+        ranks_here = ranks + grid * (padded_len // TILE_M) * tiles + block * BLOCK_N // TILE_N
+        # Blocks of one tile come one after the other, the last one first.
+        last_of_tile = (block * BLOCK_N // TILE_N + 1) * (TILE_N // BLOCK_N) - 1
+        rank_in_tile = gl.minimum(last_of_tile, blocks_here - 1) - block
         visit = gl.load(visits_row)
-        for turn in range(masked_steps + full_steps):
+
+        almost = gl.maximum(steps - 4, 0)
+        for turn in range(steps):
             step = visit // 2 * STEPS + turn % STEPS
             is_masked = visit % 2
             rank = gl.load(ranks_here + visit // 2 * tiles)
@@ -103,6 +145,8 @@ def load(
             hopper.load_tile(
                 v_tiles, [b, h_kv, block * BLOCK_N, 0], values_here, v.index(0), begins
             )
+            # A block that is taken earlier than it needs to be keeps a head in use for longer.
+            mbarrier.arrive(may_take, count=1, pred=turn == almost)
             mbarrier.expect(grads_here.index(stage), grad_out_tiles.block_type.nbytes + 4 * BLOCK_M)
             hopper.load_tile(
                 grad_out_tiles, [b, h, row, 0], grads_here.index(stage), grad_out.index(stage)
@@ -118,11 +162,10 @@ def load(
             hopper.note(turns.index(stage), rank + rank_in_tile)
             mbarrier.arrive(q_here.index(stage), count=1)
             visit = gl.load(visits_row + (turn + 1) // STEPS)
-        item = gl.atomic_add(next_item_ptr, 1)
-    # There is no more.
-    mbarrier.wait(keys_free, number & 1 ^ 1)
-    hopper.note(work.index((number & 1) * 6), -1)
-    mbarrier.arrive(keys_here, count=2)
+
+        number += 1
+        mbarrier.wait(keys_here, number & 1)
+        h = hopper.read(work.index((number & 1) * 7))
     # The last step is followed by one that is computed, of whatever is there, but not used.
     stage = past % STAGES
     mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
@@ -150,7 +193,9 @@ def store_keys(
     if SHARED_HEADS:
         hopper.add_quads(sum_ptr + quad_offsets(sums.shape[1]), sums)
     else:
-        row = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT))
+        # Counted again for each block: a register that is kept from block to block is one that
+        # spills.
+        row = gl.arange(0, sums.shape[0], gl.SliceLayout(1, LAYOUT)) + hopper.zero_again()
         # 0, or NaN; one operation for each number.
         is_spoilt = gl.sum(sums * 0.0, 1) != 0.0
         gl.store(spoilt_ptr + row * 0, 1, mask=is_spoilt & (row < last))
@@ -199,9 +244,9 @@ def attend(
     h = hopper.read(work.index(0))
     if h >= 0:
         slot = number & 1
-        masked_end = hopper.read(work.index(slot * 6 + 1))
-        end = masked_end + hopper.read(work.index(slot * 6 + 2))
-        block = hopper.read(work.index(slot * 6 + 5))
+        masked_end = hopper.read(work.index(slot * 7 + 1))
+        end = masked_end + hopper.read(work.index(slot * 7 + 2))
+        block = hopper.read(work.index(slot * 7 + 5))
         first_key = block * BLOCK_N + HALF * HALF_N
         kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
 
@@ -377,12 +422,12 @@ def attend(
                 mbarrier.arrive(keys_free, count=1)
             number += 1
             mbarrier.wait(keys_here, number & 1)
-            h = hopper.read(work.index((number & 1) * 6))
+            h = hopper.read(work.index((number & 1) * 7))
             if h >= 0:
                 slot = number & 1
-                masked_end = end + hopper.read(work.index(slot * 6 + 1))
-                end = masked_end + hopper.read(work.index(slot * 6 + 2))
-                block = hopper.read(work.index(slot * 6 + 5))
+                masked_end = end + hopper.read(work.index(slot * 7 + 1))
+                end = masked_end + hopper.read(work.index(slot * 7 + 2))
+                block = hopper.read(work.index(slot * 7 + 5))
                 first_key = block * BLOCK_N + HALF * HALF_N
                 kv_idx = first_key + gl.arange(0, HALF_N, gl.SliceLayout(1, SCORES))[:, None]
 
@@ -398,11 +443,11 @@ def attend(
             # Thread by thread; mbarrier.arrive would first wait for all of them.
             hopper.async_copy.mbarrier_arrive(is_free.index(stage), increment_count=False)
             own_slot = number & 1 ^ 1
-            own_block = hopper.read(work.index(own_slot * 6 + 5))
+            own_block = hopper.read(work.index(own_slot * 7 + 5))
             own_key = own_block * BLOCK_N + HALF * HALF_N
-            own_b = hopper.read(work.index(own_slot * 6 + 3))
-            own_h_kv = hopper.read(work.index(own_slot * 6 + 4))
-            key_line = own_b * (heads // group) + own_h_kv
+            own_b = hopper.read(work.index(own_slot * 7 + 3))
+            own_h_kv = hopper.read(work.index(own_slot * 7 + 4))
+            key_line = hopper.read(work.index(own_slot * 7 + 6))
             sum_row = (key_line.to(gl.int64) * blocks + own_block) * BLOCK_N + HALF * HALF_N
             own_tile = key_line * gl.cdiv(capacity, TILE_N) + own_block * BLOCK_N // TILE_N
             last = capacity - own_key
@@ -463,10 +508,10 @@ def keep_order(
     h = hopper.read(work.index(0))
     while h >= 0:
         slot = number & 1
-        block = hopper.read(work.index(slot * 6 + 5))
-        b, h_kv = hopper.read(work.index(slot * 6 + 3)), hopper.read(work.index(slot * 6 + 4))
+        block = hopper.read(work.index(slot * 7 + 5))
+        b, h_kv = hopper.read(work.index(slot * 7 + 3)), hopper.read(work.index(slot * 7 + 4))
         key_turn = key_turns_ptr + (b * (heads // group) + h_kv) * blocks + block
-        end = past + hopper.read(work.index(slot * 6 + 1)) + hopper.read(work.index(slot * 6 + 2))
+        end = past + hopper.read(work.index(slot * 7 + 1)) + hopper.read(work.index(slot * 7 + 2))
         mbarrier.arrive(keys_free, count=1)
         last_turn = row_turns_ptr
         for turn in range(past, end):
@@ -499,7 +544,7 @@ def keep_order(
         past = end
         number += 1
         mbarrier.wait(keys_here, number & 1)
-        h = hopper.read(work.index((number & 1) * 6))
+        h = hopper.read(work.index((number & 1) * 7))
 
 
 # Values never specialise: new lengths, strides, scalars and data run the same binary.
@@ -580,11 +625,13 @@ def attention_backward(
     sum_places = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], PLAIN)
     are_masked = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
     turns = gl.allocate_shared_memory(gl.int32, [STAGES, 1], PLAIN)
-    work = gl.allocate_shared_memory(gl.int32, [12, 1], PLAIN)
+    work = gl.allocate_shared_memory(gl.int32, [14, 1], PLAIN)
     keys_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     values_here = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     values_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    may_take = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(may_take, count=1)
     mbarrier.init(values_here, count=1)
     mbarrier.init(values_free, count=2)
     q_here = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -592,7 +639,7 @@ def attention_backward(
     is_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # The copies, and what is to do; both warpgroups.
     mbarrier.init(keys_here, count=2)
-    mbarrier.init(keys_free, count=3)
+    mbarrier.init(keys_free, count=4)
     may_add = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     added = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(may_add, count=1)
@@ -633,16 +680,22 @@ def attention_backward(
                 q_offset,
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS, 1,
             )),
-            (load, (
-                q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
-                q, k, v, grad_out, lse, minus_delta, first_rows, sum_rows, sum_places, dq_sum_ptr,
-                work, q_here, grads_here, is_free, keys_here, keys_free,
-                values_here, values_free, spoilt_kv_ptr,
+            (announce, (
+                k_tiles, k, work, keys_here, keys_free, may_take, spoilt_kv_ptr,
                 counts, masked_runs, full_runs, masked_width, full_width,
-                schedule_stride_b, schedule_stride_h,
-                next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
+                schedule_stride_b, schedule_stride_h, next_item_ptr,
+                items, blocks, heads, group, side, capacity, padded_len,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STEPS, SHARED_HEADS,
+            )),
+            (load, (
+                q_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
+                q, v, grad_out, lse, minus_delta, first_rows, sum_rows, sum_places, dq_sum_ptr,
+                work, q_here, grads_here, is_free, keys_here, keys_free,
+                values_here, values_free, may_take,
+                masked_runs, full_runs, masked_width, full_width,
+                schedule_stride_b, schedule_stride_h, heads, group, capacity, padded_len, blocks,
                 are_masked, turns, visits, ranks, most_visits,
-                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS, SHARED_HEADS,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
             )),
             (keep_order, (
                 sum_rows, turns, work, q_here, is_free, keys_here, keys_free,
@@ -652,8 +705,8 @@ def attention_backward(
                 BLOCK_M, BLOCK_N, TILE_N, STAGES, SHARED_HEADS,
             )),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )
 
 

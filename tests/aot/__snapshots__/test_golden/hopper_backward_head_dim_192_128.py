@@ -46,12 +46,21 @@ def place_of(item, blocks, heads, group, side):
 
 
 @gluon.jit
+def begin_at(block, length):
+    """Which step of a run a block begins with where no tile is cut: programs that add to the same
+    rows
+    at the same time wait for each other. Blocks with cut tiles begin apart as it is."""
+    return (3 * block & 63) * gl.minimum(length, 192) // 64
+
+
+@gluon.jit
 def load(
     q_tiles, k_tiles, v_tiles, grad_out_tiles, lse_tiles, minus_delta_tiles,
     q, k, v, grad_out, lse, minus_delta, first_rows,
     work, q_here, grads_here, is_free, keys_here, keys_free,
-    counts, masked_runs, full_runs, masked_width, full_width, schedule_stride_b, schedule_stride_h,
-    next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
+    counts, masked_runs, full_runs, masked_width, full_width,
+    schedule_stride_b, schedule_stride_h, next_item_ptr,
+    items, blocks, heads, group, side, capacity, padded_len,
     doc_q_tiles,
     q_len,
     kv_len,
@@ -61,7 +70,7 @@ def load(
     doc_stride_0,
     doc_size_1,
     doc_stride_1,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_N: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
     STAGES: gl.constexpr, STEPS: gl.constexpr,
 ):
     """The warp that loads: for each piece of work its keys and values, and its queries and their
@@ -70,38 +79,46 @@ def load(
     number = 0
     past = 0
     item = gl.program_id(0)
+
     while item < items:
         b, h, h_kv, block = place_of(item, blocks, heads, group, side)
-        line = (b * heads + h) * padded_len
-        grid = b * schedule_stride_b + h * schedule_stride_h
-        schedule_row = grid * gl.cdiv(capacity, TILE_N) + block * BLOCK_N // TILE_N
-        masked = masked_runs + schedule_row * (2 * masked_width)
-        full = full_runs + schedule_row * (2 * full_width)
+        schedule_row = (b * schedule_stride_b + h * schedule_stride_h) * gl.cdiv(capacity, TILE_N)
+        schedule_row += block * BLOCK_N // TILE_N
+
         masked_steps = gl.load(counts + 3 * schedule_row) * STEPS
         full_steps = gl.load(counts + 3 * schedule_row + 1) * STEPS
+
         mbarrier.wait(keys_free, number & 1 ^ 1)
         hopper.note(work.index(0), item)
         hopper.note(work.index(1), masked_steps)
         hopper.note(work.index(2), full_steps)
-        if masked_steps + full_steps > 0:
+        steps = masked_steps + full_steps
+        if steps > 0:
             mbarrier.expect(keys_here, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
             hopper.load_tile(k_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, k.index(0))
             hopper.load_tile(v_tiles, [b, h_kv, block * BLOCK_N, 0], keys_here, v.index(0))
         else:
             mbarrier.arrive(keys_here, count=1)
         mbarrier.arrive(keys_here, count=1)
+        line = (b * heads + h) * padded_len
         rows = gl.arange(0, BLOCK_M, LANES)
         doc_row = doc_ptr + b * doc_stride_0
+        masked = masked_runs + schedule_row * (2 * masked_width)
+        full = full_runs + schedule_row * (2 * full_width)
         runs = gl.where(masked_steps > 0, masked, full)
         step = gl.load(runs) * STEPS
         end = gl.load(runs + 1) * STEPS
+        length = end - step
+        ahead = gl.where(masked_steps > 0, 0, begin_at(block, length))
         next_step = gl.load(runs + 2) * STEPS
         next_end = gl.load(runs + 3) * STEPS
-        for turn in range(masked_steps + full_steps):
+
+        for turn in range(steps):
             stage = past % STAGES
             mbarrier.wait(is_free.index(stage), past // STAGES & 1 ^ 1)
             past += 1
-            row = step * BLOCK_M
+            at = step + ahead
+            row = gl.where(at >= end, at - length, at) * BLOCK_M
             mbarrier.expect(q_here.index(stage), q_tiles.block_type.nbytes + 4 * BLOCK_M)
             hopper.load_tile(q_tiles, [b, h, row, 0], q_here.index(stage), q.index(stage))
             hopper.load_tile(lse_tiles, [line + row], q_here.index(stage), lse.index(stage))
@@ -128,8 +145,11 @@ def load(
                 runs = full
                 step = gl.load(runs) * STEPS
                 end = gl.load(runs + 1) * STEPS
+            length = gl.where(is_last, end - step, length)
+            ahead = gl.where(masked_steps > 0, 0, begin_at(block, length))
             next_step = gl.load(runs + 2) * STEPS
             next_end = gl.load(runs + 3) * STEPS
+
         number += 1
         item = gl.atomic_add(next_item_ptr, 1) + gl.num_programs(0)
     # There is no more.
@@ -664,8 +684,8 @@ def attention_backward(
                 q, k, v, grad_out, lse, minus_delta, first_rows,
                 work, q_here, grads_here, is_free, keys_here, keys_free,
                 counts, masked_runs, full_runs, masked_width, full_width,
-                schedule_stride_b, schedule_stride_h,
-                next_item_ptr, items, blocks, heads, group, side, capacity, padded_len,
+                schedule_stride_b, schedule_stride_h, next_item_ptr,
+                items, blocks, heads, group, side, capacity, padded_len,
                 doc_q_tiles,
                 q_len,
                 kv_len,
@@ -675,7 +695,7 @@ def attention_backward(
                 doc_stride_0,
                 doc_size_1,
                 doc_stride_1,
-                BLOCK_M, BLOCK_N, TILE_N, STAGES, STEPS,
+                BLOCK_M, BLOCK_N, TILE_M, TILE_N, STAGES, STEPS,
             )),
         ],
         [4, 1],
