@@ -62,8 +62,8 @@ def _placeholders(
 @pytest.mark.parametrize(
     ("name", "spills", "in_loop"),
     [
-        ("causal", 300, 4),
-        ("sliding_window", at_most(350, 600), at_most(20, 50)),
+        ("causal", at_most(120, 240), at_most(4, 6)),
+        ("sliding_window", 60, 6),
     ],
     ids=("causal", "sliding_window"),
 )
