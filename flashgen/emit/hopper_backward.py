@@ -109,6 +109,7 @@ def hopper_backward(
             readers=2 + has_adder + ordered,
             wide=is_wide,
             two_groups=not (has_adder or is_wide),
+            crowded=math.score.is_crowded and not (has_adder or is_wide),
             q_wide=parts_of(variant.head_dim),
             v_wide=parts_of(variant.v_head_dim),
             dq_wide=_halves(variant.head_dim),

@@ -35,6 +35,12 @@ class ScoreMath:
     slant: str = ""
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether it wants many registers at once: for addresses of each pair's data, for sums."""
+        lines = (*self.first, *self.slopes)
+        return bool(self.sums.terms) or any("load(" in line for line in lines)
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """All that reads what belongs to keys or to queries."""
         of_level = () if self.level is None else self.level.texts
