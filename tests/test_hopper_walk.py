@@ -82,6 +82,19 @@ def test_data_of_queries(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None
     check(monkeypatch, gated, tensors, grad, **data)
 
 
+def paired(score, h, q_idx, kv_idx, bias: fg.Tensor):
+    return score + bias[h, q_idx, kv_idx]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_data_of_pairs(monkeypatch: pytest.MonkeyPatch, head_dim: int, ordered: bool) -> None:
+    """Of which each pair reads its own: dP's product stands behind the weights."""
+    tensors, grad = inputs(1, 2, 1, 200, 300, head_dim, 64)
+    attend = fg.Attention(masks.causal, paired)
+    check(monkeypatch, attend, tensors, grad, bias=torch.randn(2, 300, 300), ordered=ordered)
+
+
 @pytest.mark.parametrize("tiles", [(192, 128), (128, 256)], ids=str)
 def test_sums_in_order(monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int]) -> None:
     """Blocks that wait for each other, beside heads that share keys and sums in turns."""

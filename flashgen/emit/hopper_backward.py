@@ -78,7 +78,10 @@ def hopper_backward(
     order = (_PACKED_ORDER if variant.packed else _ORDER) if ordered else []
     arguments = (attention, queries, keys, order)
     is_wide = keys_of(variant.head_dim, variant.v_head_dim) == 64
-    has_adder = max(variant.head_dim, variant.v_head_dim) <= 64 and not variant.packed
+    is_crowded = math.score.is_crowded
+    # Three warpgroups of small heads have no registers for data of pairs.
+    is_small = max(variant.head_dim, variant.v_head_dim) <= 64
+    has_adder = is_small and not (variant.packed or is_crowded)
     text = (
         environment()
         .get_template(TEMPLATE)
@@ -109,7 +112,7 @@ def hopper_backward(
             readers=2 + has_adder + ordered,
             wide=is_wide,
             two_groups=not (has_adder or is_wide),
-            crowded=math.score.is_crowded and not (has_adder or is_wide),
+            crowded=is_crowded and not (is_small or is_wide),
             q_wide=parts_of(variant.head_dim),
             v_wide=parts_of(variant.v_head_dim),
             dq_wide=_halves(variant.head_dim),

@@ -130,14 +130,19 @@ def biased(score, h, q_idx, kv_idx, table: fg.Tensor):
     return score + table[h, (q_idx - kv_idx).clamp(0, 511)]
 
 
-def test_gradients_of_data() -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "spills", "in_loop"),
+    [(64, at_most(80, 3000), at_most(4, 500)), (128, at_most(700, 4500), at_most(90, 800))],
+    ids=str,
+)
+def test_gradients_of_data(head_dim: int, spills: int, in_loop: int) -> None:
     """Pairs near the diagonal read their own numbers; what is spilled is mostly for these."""
     attend = fg.Attention(masks.causal, score=biased)
-    golden = Golden(attend, {"table": torch.zeros(4, 512)})
+    golden = Golden(attend, {"table": torch.zeros(4, 512)}, head_dim)
     spec, variant = golden.spec(), golden.variant()
     wanted = summed(spec, replace(NO_DATA, data=(spec.tensors[0].name,)), variant, BLOCK_M)
     found = compile_backward(spec, variant, wanted=wanted)
     print(found)
     assert found.warnings == ()
-    assert found.spills <= at_most(700, 4500)
-    assert found.spills_in_loops() <= at_most(90, 800)
+    assert found.spills <= spills
+    assert found.spills_in_loops() <= in_loop
