@@ -32,6 +32,11 @@ def _wrong(name: str, x: Any) -> tuple[str, str] | None:
             f"{name} is a Proxy of torch.fx.symbolic_trace, and a call is checked by its shapes",
             "torch.export.export(model, (q, k, v)), or torch.fx.wrap of a function that calls it",
         )
+    if torch._C._get_tracing_state() is not None:
+        return (
+            "torch.jit.trace keeps the schedule of the call that it saw, whatever it is given later",
+            "torch.compile(model), or torch.export.export(model, (q, k, v))",
+        )
     if not isinstance(x, torch.Tensor):
         if kind.__module__ == "numpy":
             return f"{name} is a NumPy array", f"torch.from_numpy({name})"

@@ -12,6 +12,11 @@ def make_private(folder: Path) -> None:
     """Create a folder for this user only. Raises PermissionError for one where others could put
     their code."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(folder)
+
+
+def check_private(folder: Path) -> None:
+    """Raises PermissionError for a folder where others could put their code."""
     status = folder.stat()
     # Windows has neither user ids nor these mode bits.
     user = os.geteuid() if hasattr(os, "geteuid") else status.st_uid

@@ -70,7 +70,7 @@ def _over_prefix(
 ) -> State:
     """All queries as those of one sequence, or each sequence's by themselves."""
     whole = type(attend)(softcap=attend._program.softcap)
-    if given["batch_invariant"]:
+    if given["batch_invariant"] and len(q):
         parts = [whole(one[None], keys, values, **given) for one in q]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
     is_packed = q.ndim == 3

@@ -16,6 +16,7 @@ import flashgen as fg
 from .. import assembler, backends, cache
 from ..config import config
 from ..errors import FlashgenError
+from ..private import check_private
 from ..reference import attention_reference
 
 _PACKAGES = ("torch", "triton", "jinja2", "numpy")
@@ -72,7 +73,7 @@ def _settings() -> Iterator[Row]:
     if path := _better_assembler():
         yield assembler.VARIABLE, f"set it to {path} on sm_90: Hopper's kernels spill less"
     count = len(cache.entries())
-    state = "can be written" if _is_writable(config.cache_dir) else "can NOT be written"
+    state = _state_of(config.cache_dir)
     yield "the cache folder", f"{state}, {count} generated files"
 
 
@@ -92,11 +93,17 @@ def _value(name: str, source: Callable[[], str]) -> str:
     return f"{shown}({source()})"
 
 
-def _is_writable(folder: Path) -> bool:
+def _state_of(folder: Path) -> str:
     """Whether the folder can be written, or made; nothing is made to find out."""
+    try:
+        if folder.exists():
+            check_private(folder)
+    except PermissionError as error:
+        return f"can NOT be used ({error})"
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    is_writable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    return "can be written" if is_writable else "can NOT be written"
 
 
 def _backends() -> Iterator[Row]:

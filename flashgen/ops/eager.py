@@ -63,6 +63,28 @@ def _is_watched(*inputs: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
+def refuse_forward_mode(name: str, *inputs: torch.Tensor) -> None:
+    """Raise FlashgenError where one of an operator's tensors has a tangent, which it would lose."""
+    if fwAD._current_level < 0:
+        return
+    # An operator runs where autograd is behind it, and a tangent isn't seen.
+    guard: Any = torch._C._ForceDispatchKeyGuard
+    none = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    with guard(torch._C._dispatch_tls_local_include_set(), none):
+        has_tangent = any(fwAD.unpack_dual(x).tangent is not None for x in inputs)
+    if has_tangent:
+        raise _only_gradients(name)
+
+
+def _only_gradients(name: str) -> FlashgenError:
+    return FlashgenError(
+        "a forward-mode derivative of attention is asked for, and there are only gradients",
+        call=f"{name}(q, k, v, ...)",
+        write="torch.autograd.grad or torch.func.grad; for forward mode, plain PyTorch "
+        "operations on the dense mask (`mask.dense(q_len, kv_len)`)",
+    )
+
+
 class _Function(torch.autograd.Function):
     """What neither direction has: rules for vmap and for forward derivatives."""
 
@@ -72,12 +94,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        raise FlashgenError(
-            "a forward-mode derivative of attention is asked for, and there are only gradients",
-            call=f"{ctx.made.name}(q, k, v, ...)",
-            write="torch.autograd.grad or torch.func.grad; for forward mode, plain PyTorch "
-            "operations on the dense mask (`mask.dense(q_len, kv_len)`)",
-        )
+        raise _only_gradients(ctx.made.name)
 
 
 class _Attention(_Function):

@@ -184,7 +184,10 @@ def _kind(name: str, value: Any, constant: bool) -> tuple[Any, ...]:
 
 
 def _constant(value: Any) -> Any:
-    """As a constant of the graph: a float that Dynamo holds for a variable, by its digits."""
+    """As a constant of the graph: a float that Dynamo holds for a variable, by its digits; one that
+    follows from a length is a guard on it."""
+    if isinstance(value, torch.SymFloat):
+        return float(value)
     return float.fromhex(value.hex()) if isinstance(value, float) else value
 
 

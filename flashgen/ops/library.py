@@ -23,7 +23,7 @@ from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
 from . import flat, refused
-from .eager import twice
+from .eager import refuse_forward_mode, twice
 from .engine import arguments_of, engine, no_autocast
 from .form import Form, form_of
 
@@ -102,6 +102,7 @@ def _attention(
     if (wrong := refused.find(form)) is not None:
         raise wrong.error(*given)
     known = form_of(form)
+    refuse_forward_mode(known.name, q, k, v, *others)
     ahead.once(_kind_of(form, q, k, v), q.device, lambda: _forward(known, *given, Tapes()))
     return _forward(known, *given)
 
@@ -163,6 +164,8 @@ def _backward(
 ) -> list[torch.Tensor]:
     """Gradients of those of q, k, v and `others` that are needed, in this order."""
     known = form_of(form)
+    grads = (x for x in (grad_out, grad_lse) if x is not None)
+    refuse_forward_mode(known.name, q, k, v, *grads, *others)
     saved = Saved(q, k, v, out, lse, grad_out, grad_lse)
     given = (saved, others, ints, needed)
     kind = (*_kind_of(form, q, k, v), *needed, grad_lse is None)

@@ -190,6 +190,12 @@ def unknown_name(
     name: str, known: list[str], call: object, others: Sequence[str] = ()
 ) -> FlashgenError:
     """The error for data that nothing asks for; `others`: what else a call takes."""
+    if name in others:
+        return FlashgenError(
+            f"{name} is an argument of calls, and isn't taken here",
+            call=call,
+            write=f"no {name} here; `attend(q, k, v, {name}=...)`",
+        )
     names = known if others and not get_close_matches(name, others, n=1) else [*known, *others]
     return FlashgenError(
         f"nothing here is called {name}",

@@ -124,6 +124,7 @@ class _Walk:
         if not is_ours(x.__module__):
             self.check(reads.attribute, x, "__code__")
             self.check(reads.attribute, x, "__defaults__")
+            self.check(reads.attribute, x, "__kwdefaults__")
         self._pending += (x.__defaults__, x.__kwdefaults__)
         self._entries(vars(x))
 
