@@ -34,7 +34,7 @@ def _wrong(name: str, x: Any) -> tuple[str, str] | None:
         )
     if torch._C._get_tracing_state() is not None:
         return (
-            "torch.jit.trace keeps the schedule of the call that it saw, whatever it is given later",
+            "torch.jit.trace keeps the schedule of the call that it sees, whatever follows",
             "torch.compile(model), or torch.export.export(model, (q, k, v))",
         )
     if not isinstance(x, torch.Tensor):

@@ -66,6 +66,10 @@ CALLS = {
         lambda: fg.Attention(masks.document)(*tensors(), dox=DOC),
         ["nothing here is called dox", "Did you mean `doc`?"],
     ),
+    "an argument of calls": (
+        lambda: fg.Attention(masks.document).schedule(*tensors(), doc=DOC, scale=0.3),
+        ["scale is an argument of calls", "no scale here"],
+    ),
     "data too short": (
         lambda: fg.Attention(masks.document)(*tensors(), doc=DOC[:, :40]),
         ["doc has shape [2, 40]", "at least 64"],

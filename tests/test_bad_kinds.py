@@ -47,6 +47,7 @@ def scaled(score: Any, h: Any) -> Any:
         (lambda: CAUSAL.schedule(META, META, META), "no elements to plan for", "on the device"),
         (lambda: CAUSAL.explain(META, META, META), "no elements to plan for", "on the device"),
         (lambda: torch.fx.symbolic_trace(Model()), "q is a Proxy", "torch.export.export"),
+        (lambda: torch.jit.trace(Model(), (Q,)), "torch.jit.trace keeps", "torch.compile"),
         (lambda: DOCUMENT(Q, Q, Q, doc=JAGGED), "doc is a nested tensor", "a dense tensor"),
         (lambda: fg.Attention(beyond)(Q, Q, Q), "9223372036854775808 is beyond 64", "2**62"),
         (lambda: fg.Attention(None, scaled)(Q, Q, Q), "torch.complex64 is read", "a dense tensor"),

@@ -319,6 +319,17 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["ok"].startswith("causal, 64 positions, backend cpu: largest error")
 
 
+def test_doctor_looks_at_the_cache_folder_as_calls_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
+    assert "can be written, 0" in run(capsys, "doctor")
+    tmp_path.chmod(0o777)
+    found = run(capsys, "doctor")
+    assert "can NOT be used" in found
+    assert "can be written by everyone" in found
+
+
 def test_doctor_reports_a_setting_that_calls_refuse(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,18 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(*longer), module(*longer))
 
 
+def test_export_of_a_scale_that_follows_from_a_length() -> None:
+    """It is a constant of the program, so other lengths aren't its."""
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return fg.Attention(masks.causal)(x, x, x, scale=1 / x.shape[2])
+
+    length, x = torch.export.Dim("length", min=2, max=4096), torch.randn(B, H, 24, D)
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        torch.export.export(Scaled(), (x,), dynamic_shapes=({2: length},), strict=False)
+
+
 class Plain(torch.nn.Module):
     """A mask without data, and a parameter that a score function captures."""
 

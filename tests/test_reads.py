@@ -28,6 +28,10 @@ def near(q_idx: Any, kv_idx: Any, width: Any = 0) -> Any:
     return (kv_idx <= q_idx) & (q_idx - kv_idx < (width or WIDTH))
 
 
+def close(q_idx: Any, kv_idx: Any, *, width: Any = 3) -> Any:
+    return (kv_idx <= q_idx) & (q_idx - kv_idx < width)
+
+
 class Model(torch.nn.Module):
     """Everything a mask may read a width through."""
 
@@ -97,6 +101,10 @@ def by_helper(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return near(q_idx, kv_idx)
 
 
+def by_keyword(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return close(q_idx, kv_idx)
+
+
 def by_module(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return MODEL(q_idx, kv_idx)
 
@@ -144,6 +152,8 @@ def test_in_place_and_in_a_helper_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     expect(by_partial, lambda: monkeypatch.setitem(CONFIG, "width", 5))
     monkeypatch.setattr(near, "__defaults__", (3,))
     expect(by_helper, lambda: monkeypatch.setattr(near, "__defaults__", (5,)))
+    monkeypatch.setattr(close, "__kwdefaults__", {"width": 3})
+    expect(by_keyword, lambda: monkeypatch.setattr(close, "__kwdefaults__", {"width": 5}))
     monkeypatch.setenv("MASK_WIDTH", "3")
     expect(by_environment, lambda: monkeypatch.setenv("MASK_WIDTH", "5"))
 

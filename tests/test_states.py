@@ -193,6 +193,7 @@ def test_a_shared_prefix_doesn_t_depend_on_the_batch() -> None:
     assert torch.equal(run(slice(0, 3))[:1], run(slice(0, 1)))
     plain = fg.shared_prefix_attention(fg.Attention(masks.causal), q, *prefix, k, v)
     torch.testing.assert_close(run(slice(0, 3)), plain)
+    assert run(slice(0, 0)).shape == (0, 2, 9, 16)
 
 
 PREFIX = torch.randn(2, 7, 16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashgen as fg
@@ -113,3 +114,39 @@ def test_forward_derivatives_are_refused() -> None:
     x = torch.randn(B, H, S, D)
     with pytest.raises(FlashgenError, match=r"^causal\(q, k, v, ...\): a forward-mode derivative"):
         torch.func.jvp(lambda x: CAUSAL(x, x, x), (x,), (x,))
+
+
+def _dual(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(B, H, S, D)
+    with forward_ad.dual_level():
+        call(forward_ad.make_dual(x, x))
+
+
+def _call(x: torch.Tensor) -> torch.Tensor:
+    return CAUSAL(x, x, x)
+
+
+class _Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _watched() -> None:
+    with _Watching():
+        _dual(_call)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        _watched,
+        lambda: _dual(torch.compile(_call, backend="eager", fullgraph=True)),
+        lambda: _dual(torch.compile(_call, backend="aot_eager", fullgraph=True)),
+        lambda: torch.func.linearize(_call, torch.randn(B, H, S, D)),
+    ],
+    ids=("dispatch mode", "eager", "aot_eager", "linearize"),
+)
+def test_operators_refuse_forward_derivatives(work: Callable[[], Any]) -> None:
+    """They would lose a tangent without a word."""
+    with pytest.raises(FlashgenError, match=r"^causal\(q, k, v, ...\): a forward-mode derivative"):
+        work()

@@ -211,6 +211,7 @@ def _without_pairs(
         of_sinks = torch.zeros_like(sinks)
         if saved.grad_lse is not None:
             of_sinks = saved.grad_lse.sum((0, 2)).to(sinks.dtype)
+            of_sinks = torch.where(sinks == -torch.inf, 0.0, of_sinks)
     return replace(grads, sinks=of_sinks, data=data_gradients.finish(grads.data, bound))
 
 

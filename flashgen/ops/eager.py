@@ -71,7 +71,8 @@ def refuse_forward_mode(name: str, *inputs: torch.Tensor) -> None:
     guard: Any = torch._C._ForceDispatchKeyGuard
     none = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     with guard(torch._C._dispatch_tls_local_include_set(), none):
-        has_tangent = any(fwAD.unpack_dual(x).tangent is not None for x in inputs)
+        pairs = (fwAD.unpack_dual(x) for x in inputs)  # type: ignore[no-untyped-call]
+        has_tangent = any(pair.tangent is not None for pair in pairs)
     if has_tangent:
         raise _only_gradients(name)
 

@@ -143,3 +143,30 @@ def test_packed_sequences_without_any_keys(attend: Any, queries: int) -> None:
     assert not out.any()
     assert not grad_q.any()
     assert grad_k.shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("where", ["q", "grad"])
+def test_slots_beyond_the_length_beside_rows_without_keys(where: str) -> None:
+    """What isn't finite in rows that see no key doesn't reach gradients of slots behind them."""
+    leaves = inputs(S=24, T=32)
+    grad = torch.randn(1, 2, 24, 16)
+    poisoned = leaves[0].detach() if where == "q" else grad
+    poisoned[:, :, :4] = torch.nan if where == "q" else torch.inf
+    lengths = torch.tensor([20])
+    out = fg.Attention(masks.causal)(*leaves, kv_lens=lengths, backend="interpret")
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad)
+    out = fg.Attention(masks.causal)(*leaves, kv_lens=lengths, backend="cpu")
+    for mine, theirs in zip((dq, dk, dv), torch.autograd.grad(out, leaves, grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert (dk[:, :, 20:] == 0).all()
+    assert (dv[:, :, 20:] == 0).all()
+
+
+def test_sinks_of_rows_without_any_keys() -> None:
+    """A sink of -inf has no part in the LSE, and no gradient."""
+    q, k, v = inputs(S=3, T=0)
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    attend = fg.Attention(masks.causal, sinks=True)
+    _, lse = attend(q, k, v, sinks=sinks, return_lse=True, backend="interpret")
+    (grad,) = torch.autograd.grad(lse, sinks, torch.ones_like(lse))
+    assert grad.tolist() == [0.0, 3.0]

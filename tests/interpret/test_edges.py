@@ -342,3 +342,22 @@ def test_data_that_is_a_view_of_negated_numbers() -> None:
     allowed = (x.resolve_neg() > 0).expand(40, 40)
     for given in (x, x.resolve_neg(), x):
         agree(fg.Attention(fg.mask(seen)), inputs(), allowed, x=given)
+
+
+def evens(score, q_idx):
+    return torch.where(q_idx % 2 == 0, score, -torch.inf)
+
+
+@pytest.mark.parametrize("S", [2, 40])
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_scores_of_minus_infinity_beside_values_that_are_not_finite(S: int, poison: float) -> None:
+    """A score of -inf takes a key away as a mask does, in rows that have no other one too."""
+    q, k, v = inputs(S=S)
+    v[..., -1, :] = poison
+    out, lse = run(fg.Attention(masks.causal, evens), (q, k, v))
+    cpu, cpu_lse = fg.Attention(masks.causal, evens)(q, k, v, return_lse=True, backend="cpu")
+    torch.testing.assert_close(out, cpu, rtol=0, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse, cpu_lse, rtol=0, atol=1e-5)
+    odd = (torch.arange(S) + 40 - S) % 2 == 1
+    assert (out[..., odd, :] == 0).all()
+    assert (lse[..., odd] == -INF).all()

@@ -48,7 +48,9 @@ def select_rows(
         q_minimum_2 = tl.minimum(tl.maximum((q_idx & 7) - 1, 0), 5)
         q_add_2 = q_minimum_2 + 3
 
-        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0) * LOG2E
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)
+        # exp2(s - inf) is 0 for every s, -inf included: a row without weights has none here either.
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         acc0 = tl.zeros([16, 64], FLOAT)
         for part in range(3):
             runs = masked_runs
@@ -85,6 +87,8 @@ def select_rows(
                 )
                 s = tl.where(keep, s, float("-inf"))
 
+                # A score of -inf takes a key away as a mask does.
+                keep &= ~(s == float("-inf"))
                 p = tl.where(keep, tl.exp2(s * scale_log2 - lse), 0.0)
                 v0 = tl.load(v_tile + (v_rows + dims_64), mask=valid, other=0.0)
                 if tl.sum((~(tl.abs(v0) < float("inf"))).to(tl.int32)) > 0:
