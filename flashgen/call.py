@@ -77,6 +77,8 @@ class Declaration(Protocol):
 
 def autocast(*tensors: Any) -> Any:
     """Queries, keys and values as `torch.autocast` has SDPA take them: float64 stays, as there."""
+    if not isinstance(tensors[0], torch.Tensor):
+        return tensors
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors

@@ -7,7 +7,7 @@ cache is read as it is. For many, keys and values are expanded, and attention is
 
     q_nope [B, H, Sq, nope], q_rope [B, H, Sq, rope], w_key [H, nope, rank], w_value [H, v, rank]
 
-Appending to a cache and rotary embeddings are the model's own.
+Appending to a cache and rotary embeddings are the model's own. Autocast works as in calls.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .call import autocast
 from .errors import CallText, FlashgenError
 from .graphs import outside_graphs
 
@@ -47,6 +48,7 @@ def absorb_queries(q_nope: torch.Tensor, q_rope: torch.Tensor, w_key: torch.Tens
 
     q·k = q_nope·(w_key c) + q_rope·k_rope = (q_nope w_key)·c + q_rope·k_rope.
     Raises FlashgenError for shapes that don't fit together."""
+    q_nope, q_rope, w_key = autocast(q_nope, q_rope, w_key)
     given = {"q_nope": q_nope, "q_rope": q_rope, "w_key": w_key}
     _fit("absorb_queries", given, {"q_nope": "BHSn", "q_rope": "BHSp", "w_key": "Hnr"})
     return torch.cat([torch.einsum("bhsn,hnr->bhsr", q_nope, w_key), q_rope], dim=-1)
@@ -56,6 +58,7 @@ def expand_output(out: torch.Tensor, w_value: torch.Tensor) -> torch.Tensor:
     """The heads' values [B, H, Sq, v] from outputs in the latent space [B, H, Sq, rank].
 
     Raises FlashgenError for shapes that don't fit together."""
+    out, w_value = autocast(out, w_value)
     _fit("expand_output", {"out": out, "w_value": w_value}, {"out": "BHSr", "w_value": "Hvr"})
     return torch.einsum("bhsr,hvr->bhsv", out, w_value)
 
@@ -66,6 +69,7 @@ def expand_cache(
     """Keys [B, H, S, nope + rope] and values [B, H, S, v] of latent rows [B, 1, S, rank + rope].
 
     Raises FlashgenError for shapes that don't fit together."""
+    kv, w_key, w_value = autocast(kv, w_key, w_value)
     given = {"kv": kv, "w_key": w_key, "w_value": w_value}
     _fit("expand_cache", given, {"kv": "B1Sx", "w_key": "Hnr", "w_value": "Hvr"})
     rank = w_key.shape[-1]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .call import autocast
 from .errors import CallText, FlashgenError
 from .graphs import outside_graphs
 from .states import State, merge
@@ -48,6 +49,7 @@ def shared_prefix_attention(
 
     Returns out, or (out, lse), in the shapes of `attend`. Differentiable where `attend` is.
     Raises FlashgenError like it. In `torch.compile` it breaks the graph."""
+    q, prefix_k, prefix_v, k, v = autocast(q, prefix_k, prefix_v, k, v)
     shown = {"q": q, "prefix_k": prefix_k, "prefix_v": prefix_v, "k": k, "v": v, **arguments}
     if batch_invariant:
         shown["batch_invariant"] = batch_invariant

@@ -124,3 +124,17 @@ def test_what_latent_calls_look_like():
         with pytest.raises(fg.FlashgenError) as caught:
             attend(q, kv, scale=0.1, **given)
         assert text in str(caught.value)
+
+
+def test_autocast_as_in_calls(layer):
+    """Outputs of linear layers are bfloat16 there, parameters float32."""
+    q_nope, q_rope, kv, w_key, w_value = (x.float() for x in layer)
+    with torch.autocast("cpu"):
+        q = latent.absorb_queries(q_nope.bfloat16(), q_rope, w_key)
+        k, v = latent.expand_cache(kv, w_key, w_value)
+        out = latent.expand_output(torch.randn(*q.shape[:3], w_value.shape[-1]), w_value)
+    assert {x.dtype for x in (q, k, v, out)} == {torch.bfloat16}
+    right = latent.absorb_queries(q_nope, q_rope, w_key)
+    # Three roundings to 8 bits, of two factors and of their sum.
+    most = float(right.abs().max())
+    torch.testing.assert_close(q.float(), right, rtol=0, atol=3 * 2**-8 * most)

@@ -395,3 +395,18 @@ def test_lists_of_a_schedule_have_lengths_that_are_symbols() -> None:
         return made
 
     make_fx(transpose, tracing_mode="symbolic")(torch.empty(2, 4, 6, 8, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_data_made_in_inference_mode(is_compiled: bool) -> None:
+    """Autograd saves none of it; a mask's ids may come from there all the same."""
+    attend, x = fg.Attention(masks.document), torch.randn(1, 2, 8, 16)
+    with torch.inference_mode():
+        doc = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    run = torch.compile(attend, backend="eager") if is_compiled else attend
+    found = []
+    for call, ids in ((run, doc), (attend, doc.clone())):
+        q = x.clone().requires_grad_()
+        call(q, x, x, doc=ids).sum().backward()
+        found.append(q.grad)
+    assert torch.equal(*found)

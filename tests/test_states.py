@@ -196,6 +196,15 @@ def test_a_shared_prefix_doesn_t_depend_on_the_batch() -> None:
     assert run(slice(0, 0)).shape == (0, 2, 9, 16)
 
 
+def test_a_shared_prefix_under_autocast() -> None:
+    q, prefix = torch.randn(3, 2, 9, 16), torch.randn(2, 2, 100, 16).bfloat16()
+    k, v = torch.randn(2, 3, 2, 12, 16).bfloat16()
+    attend = fg.Attention(masks.causal)
+    with torch.autocast("cpu"):
+        mixed = fg.shared_prefix_attention(attend, q, *prefix, k, v)
+    assert torch.equal(mixed, fg.shared_prefix_attention(attend, q.bfloat16(), *prefix, k, v))
+
+
 PREFIX = torch.randn(2, 7, 16)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a mask": ({"attend": masks.causal}, "attend is no fg.Attention"),

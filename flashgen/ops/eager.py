@@ -150,7 +150,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
     # Lengths and places are the engine's; autograd sees when they are edited.
     watched = (x for x in made.geometry.tensors if x is not None)
-    ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:], *watched)
+    ctx.save_for_backward(*map(saveable, (*inputs[1:4], *output, *inputs[4:], *watched)))
+
+
+def saveable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy of what was made in inference mode, as data may be: autograd doesn't save that."""
+    return x.clone() if x is not None and x.is_inference() else x
 
 
 def _gradients(

@@ -23,7 +23,7 @@ from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
 from . import flat, refused
-from .eager import refuse_forward_mode, twice
+from .eager import refuse_forward_mode, saveable, twice
 from .engine import arguments_of, engine, no_autocast
 from .form import Form, form_of
 
@@ -248,7 +248,7 @@ def _backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, others, ctx.ints, ctx.form = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *others)
+    ctx.save_for_backward(*map(saveable, (q, k, v, *output, *others)))
 
 
 def _autograd(
