@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 
 # The assembler of 3.9 spills more of the same text: bytes outside loops, instructions in them.
-IS_LATE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+IS_EARLY, IS_LATE = _VERSION < (3, 7), _VERSION >= (3, 9)
 
 
 def at_most(limit: int, late: int) -> int:

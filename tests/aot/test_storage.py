@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from spilling import IS_EARLY, at_most
 from test_backward import compile_backward
 from test_hopper_backward import compile_backward as compile_hopper_backward
 
@@ -53,7 +54,10 @@ def test_forward(page_size: int, target: str) -> None:
     """Packed (0), and pages of several sizes."""
     spec, variant = made_of("paged" if page_size else "packed")
     found = aot.compile_forward(spec, target, variant=variant, page_size=page_size)
-    assert found.spills == 0
+    # 3.6's assembler keeps arguments of the second pass in memory, outside of loops.
+    assert found.spills is not None
+    assert found.spills <= (400 if IS_EARLY else 0)
+    assert not found.spills or found.spills_in_loops() == 0
     assert found.shared <= tiling.target_of(*TARGETS[target]).shared
     assert not found.warnings
 
@@ -77,8 +81,12 @@ def test_hopper_forward(dims: tuple[int, int], rows: int, page_size: int) -> Non
     print(found)
     assert found.warnings == ()
     # The warp that copies pages has registers for few addresses. Of packed keys, each of both
-    # warpgroups may fill one register in a cut tile, one of some 820 instructions there.
-    assert found.spills_in_loops() <= (8 if page_size else 2)
+    # warpgroups may fill one register in a cut tile, one of some 820 instructions there; of three,
+    # which have 160 registers each, two.
+    if rows == 192:
+        assert found.spills_in_loops() <= at_most(12, 400)
+    else:
+        assert found.spills_in_loops() <= (8 if page_size else 2)
     assert found.instructions()["UTMALDG"] > 0
 
 
@@ -123,4 +131,5 @@ def test_hopper_backward(dim: int, ordered: bool) -> None:
     print(found)
     assert found.warnings == ()
     assert found.spills_in_loops() <= 20
-    assert found.instructions()["UTMASTG"] > 0
+    # Up to 128 dimensions dK and dV leave from registers.
+    assert (found.instructions()["UTMASTG"] > 0) == (dim > 128)
