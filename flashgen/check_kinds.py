@@ -17,7 +17,13 @@ _PACKED = (
 def check_kinds(text: object, tensors: Mapping[str, Any]) -> None:
     """Refuse queries, keys and values that aren't tensors of numbers in rows. v may be None.
 
-    Raises FlashgenError."""
+    Raises FlashgenError, under torch.jit.trace too."""
+    if torch._C._get_tracing_state() is not None:
+        raise FlashgenError(
+            "torch.jit.trace keeps the schedule of the call that it sees, whatever follows",
+            call=text,
+            write="torch.compile(model), or torch.export.export(model, (q, k, v))",
+        )
     for name, x in tensors.items():
         found = None if x is None and name == "v" else _wrong(name, x)
         if found is not None:
@@ -31,11 +37,6 @@ def _wrong(name: str, x: Any) -> tuple[str, str] | None:
         return (
             f"{name} is a Proxy of torch.fx.symbolic_trace, and a call is checked by its shapes",
             "torch.export.export(model, (q, k, v)), or torch.fx.wrap of a function that calls it",
-        )
-    if torch._C._get_tracing_state() is not None:
-        return (
-            "torch.jit.trace keeps the schedule of the call that it sees, whatever follows",
-            "torch.compile(model), or torch.export.export(model, (q, k, v))",
         )
     if not isinstance(x, torch.Tensor):
         if kind.__module__ == "numpy":
