@@ -66,6 +66,8 @@ class Attention:
         self._calls = KnownCalls()
         # What functions read besides their arguments, in calls that were checked.
         self._read = Reads()
+        # How often these meant something else than before, when calls were last known.
+        self._changes = 0
         if score is not None:
             self.__wrapped__ = score
             self.__name__ = self._program.score.function.name  # type: ignore[union-attr]
@@ -230,8 +232,9 @@ class Attention:
         """Know no call where functions read something else than they did, and mean something else
         by that."""
         if not self._read.are_current():
-            if self._program.has_changed():
-                self._calls = KnownCalls()
+            # Whoever shares a function may have traced it since.
+            if (changes := self._program.changes()) != self._changes:
+                self._calls, self._changes = KnownCalls(), changes
             self._read = self._program.read
 
     def _as_operators(

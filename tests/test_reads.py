@@ -185,6 +185,20 @@ def expect(function: Any, change: Callable[[], Any]) -> None:
         change()
 
 
+def test_two_that_share_a_function() -> None:
+    """Whoever is called first traces it again; the other one notices, too."""
+    holder = types.SimpleNamespace(width=3, seen=torch.arange(S) // 6)
+    mask = fg.mask(lambda b, h, i, j: (holder.seen[i] == holder.seen[j]) & (i - j < holder.width))
+    first, second = fg.Attention(mask), fg.Attention(mask, softcap=1e6)
+    x = torch.randn(1, 2, S, 4)
+    for width, size in ((3, 6), (5, 6), (5, 4), (3, 4)):
+        holder.width, holder.seen = width, torch.arange(S) // size
+        same = holder.seen[:, None] == holder.seen
+        right = torch.where(same & (width > AWAY), x @ x.mT / 2, -torch.inf).softmax(-1) @ x
+        for attend in (first, second, first, second):
+            torch.testing.assert_close(attend(x, x, x), right, rtol=1e-4, atol=1e-5)
+
+
 def test_a_score_made_of_a_parameter_is_differentiated_each_time() -> None:
     gain, x = torch.nn.Parameter(torch.zeros(2)), torch.randn(1, 2, S, 4)
     attend = fg.Attention(None, lambda score, b, h, i, j: score * gain.exp()[h])

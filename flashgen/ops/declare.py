@@ -5,6 +5,7 @@ label, and takes their results for constants."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -17,11 +18,14 @@ from ..errors import FlashgenError
 from ..geometry import Geometry
 from ..graphs import outside_graphs
 from ..spec import Bound, Program
-from . import refused
+from . import refused, watch
 from .form import Form, register
+from .pending import refuse_pending
 from .refused import Refused
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+# Digest, names of the data that a call gives, tensors that the declaration holds, and the tile.
+_Found = tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]
 
 
 def _constant(function: _F) -> _F:
@@ -76,7 +80,7 @@ def refuse_transforms(label: str) -> None:
 @_outside_modes()
 def declare(
     label: str, names: tuple[Any, ...], how: tuple[Any, ...], by_dynamo: bool, *shape: Any
-) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None]:
+) -> _Found:
     """Trace the declaration for data of these kinds, and register what operators must know.
 
     `names` are `graph.Sorted.names`; `how`: backend, deterministic, tile (None: chosen here), what
@@ -85,18 +89,35 @@ def declare(
     the tensors that the declaration holds itself, and the tile.
     Raises FlashgenError for data that don't fit the declaration; for Dynamo the operator does, when
     it runs, and there is no tile."""
+    program = Program.called(label)
+    # Dynamo doesn't answer for export when this runs.
+    in_graph = by_dynamo and not torch.compiler.is_exporting()
+    is_refused = False
     try:
-        return _declared(label, names, how, *shape)
+        found = _declared(label, names, how, *shape)
+        if by_dynamo:
+            refuse_pending(program.read, program.name)
     except FlashgenError as error:
-        # Asked here, where Dynamo doesn't answer for it.
-        if not by_dynamo or torch.compiler.is_exporting():
+        if not in_graph:
             raise
-        return _refuse(Program.called(label).name, names, error)
+        is_refused = True
+        found = _refuse(program.name, names, error)
+    if in_graph:
+        again = functools.partial(_told, label, names, how, *shape)
+        watch.tell(program, found[0], again, is_refused)
+    return found
 
 
-def _refuse(
-    name: str, names: tuple[Any, ...], error: FlashgenError
-) -> tuple[str, tuple[str, ...], tuple[()], None]:
+@_outside_modes()
+def _told(*declared: Any) -> watch.Told:
+    """What a graph is told, or why it is refused, as `watch` compares it."""
+    try:
+        return _declared(*declared)[:3]
+    except FlashgenError as error:
+        return str(error), (), ()
+
+
+def _refuse(name: str, names: tuple[Any, ...], error: FlashgenError) -> _Found:
     tensors, ints, static, kinds = names
     data: dict[str, list[str]] = {kind: [] for kind in ("tensor", "float", "int", "static")}
     for own, kind, *_ in kinds:
@@ -124,7 +145,7 @@ def _declared(
     device: torch.device,
     head_dim: int,
     v_head_dim: int,
-) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int]]:
+) -> _Found:
     program = Program.called(label)
     tensors, ints, static, kinds = names
     backend, deterministic, block, made_for, lists = how

@@ -82,7 +82,7 @@ def attend(
     digest, given, kept, tile = declare(
         program.label, call.names, how, is_dynamo_compiling(), *shape
     )
-    tensors, ints = call.lists(given, kept)
+    tensors, ints = call.lists(given, _held(program, digest, kept))
     if tile is None:
         tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
@@ -130,9 +130,19 @@ def plan(
     if block is None:
         # Refused, and so is the call itself.
         return [], None
-    tensors, ints = call.lists(given, kept)
+    tensors, ints = call.lists(given, _held(program, digest, kept))
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
+
+
+def _held(
+    program: Program, digest: str, kept: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors that the declaration holds: for Dynamo by where they are found before each run,
+    so that they may be others then; what is read here becomes a guard (`watch.py`)."""
+    if not is_dynamo_compiling() or torch.compiler.is_exporting() or program.watch is None:
+        return kept
+    return tuple(getattr(program.watch.held, digest))
 
 
 def _given(schedule: Schedule, lists: int) -> tuple[Any, ...]:

@@ -28,6 +28,13 @@ class Argument:
         return f"{self.name}: {f'fg.Const[{kind}]' if self.const else kind}"
 
 
+class Traces(dict[Any, "Traced"]):
+    """Traces of a function by types and names of its arguments; `changes`: how often one was
+    replaced by another that means something else. All who share the function count by it."""
+
+    changes = 0
+
+
 @dataclass(frozen=True)
 class Leaf:
     """A function, the public names of its parameters, and the values bound to some of them."""
@@ -38,7 +45,7 @@ class Leaf:
     bound: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[..., None] | None = None
     # Traces live and die with the function they came from: captured tensors must not leak.
-    _traces: dict[Any, Traced] = field(default_factory=dict, compare=False, repr=False)
+    _traces: Traces = field(default_factory=Traces, compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -62,7 +69,7 @@ class Leaf:
         # The method of a copied module reads the copy's tensors.
         method = copy.deepcopy(self.function.function, memo)
         function = replace(self.function, function=method)
-        return replace(self, function=function, bound=bound, _traces={})
+        return replace(self, function=function, bound=bound, _traces=Traces())
 
     def public(self, parameter: Parameter) -> str:
         return self.names.get(parameter.name, parameter.name)
@@ -98,11 +105,11 @@ class Leaf:
         own = {self.public(p): p.name for p in self.function.arguments}
         free = {a.name for a in self.free}
         new = {own[name]: value for name, value in values.items() if name in free}
-        return replace(self, bound={**self.bound, **new}, _traces={}) if new else self
+        return replace(self, bound={**self.bound, **new}, _traces=Traces()) if new else self
 
     def to(self, device: Any) -> Leaf:
         moved = {n: x.to(device) if hasattr(x, "shape") else x for n, x in self.bound.items()}
-        return replace(self, bound=moved, _traces={})
+        return replace(self, bound=moved, _traces=Traces())
 
     def rename(self, changes: Mapping[str, str]) -> Leaf:
         names = dict(self.names)
@@ -111,11 +118,11 @@ class Leaf:
             is_bound = parameter.name in self.bound and public not in self.defaults
             if public in changes and not is_bound:
                 names[parameter.name] = changes[public]
-        return replace(self, names=names, _traces={})
+        return replace(self, names=names, _traces=Traces())
 
     def without_data(self) -> Leaf:
         """The function alone, nothing bound to it and nothing traced."""
-        return replace(self, bound={}, _traces={})
+        return replace(self, bound={}, _traces=Traces())
 
     def traced(self, types: Mapping[str, Any], names: Mapping[str, str]) -> Traced:
         key = (tuple(sorted(types.items())), tuple(sorted(names.items())))
@@ -130,22 +137,23 @@ class Leaf:
         found = trace(self.function, types, wants=self.wants, names=names)
         if before is not None and before.agrees(found):
             found = replace(before, read=found.read)
+        elif before is not None:
+            self._traces.changes += 1
         self._traces[key] = found
         return found
 
-    def has_changed(self) -> bool:
-        """Whether the function would mean something else than when it was traced. It is traced
-        again where it read something that may have changed."""
-        changed = False
+    def changes(self) -> int:
+        """How often the function was found to mean something else than before, now included: it
+        is traced again where it read something that may have changed."""
         for key, found in [*self._traces.items()]:
             if not found.read.are_current():
                 try:
-                    changed |= not found.agrees(self._run(key, found))
+                    self._run(key, found)
                 except FlashgenError:
                     # Raised for the call, if it is of these types.
                     self._traces.pop(key, None)
-                    changed = True
-        return changed
+                    self._traces.changes += 1
+        return self._traces.changes
 
     @property
     def read(self) -> Reads:

@@ -47,6 +47,8 @@ class Program:
     _specs: dict[Any, Spec] = field(default_factory=dict, compare=False, repr=False)
     # What `Program.called` finds it by: a constant in graphs, which can't hold the object itself.
     label: str = field(default_factory=lambda: str(next(_labels)), compare=False, repr=False)
+    # By what graphs notice that functions read something else (`ops/watch.py`).
+    watch: Any = field(default=None, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _labelled[self.label] = self
@@ -87,10 +89,9 @@ class Program:
         """What its functions read besides their arguments, when they were traced."""
         return Reads.joined(leaf.read for leaf in self.leaves)
 
-    def has_changed(self) -> bool:
-        """Whether a function would mean something else than when it was traced."""
-        changed = [leaf.has_changed() for leaf in self.leaves]
-        return any(changed)
+    def changes(self) -> int:
+        """How often one of its functions was found to mean something else than before."""
+        return sum(leaf.changes() for leaf in self.leaves)
 
     def bind(
         self,
