@@ -80,13 +80,14 @@ def refuse_transforms(label: str) -> None:
 @_outside_modes()
 def declare(
     label: str, names: tuple[Any, ...], how: tuple[Any, ...], by_dynamo: bool, *shape: Any
-) -> _Found:
+) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None, bool]:
     """Trace the declaration for data of these kinds, and register what operators must know.
 
     `names` are `graph.Sorted.names`; `how`: backend, deterministic, tile (None: chosen here), what
     a given schedule was made for, and how many lists of runs are made; `shape`: what
     `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
-    the tensors that the declaration holds itself, and the tile.
+    the tensors that the declaration holds itself, the tile, and whether a graph's guard looks at
+    the program's watch, which finds those tensors, too.
     Raises FlashgenError for data that don't fit the declaration; for Dynamo the operator does, when
     it runs, and there is no tile."""
     program = Program.called(label)
@@ -102,10 +103,11 @@ def declare(
             raise
         is_refused = True
         found = _refuse(program.name, names, error)
+    is_watched = False
     if in_graph:
         again = functools.partial(_told, label, names, how, *shape)
-        watch.tell(program, found[0], again, is_refused)
-    return found
+        is_watched = watch.tell(program, found[0], again, is_refused)
+    return *found, is_watched
 
 
 @_outside_modes()

@@ -79,10 +79,10 @@ def attend(
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, tile = declare(
+    digest, given, kept, tile, is_watched = declare(
         program.label, call.names, how, is_dynamo_compiling(), *shape
     )
-    tensors, ints = call.lists(given, _held(program, digest, kept))
+    tensors, ints = call.lists(given, _held(program, digest) if is_watched else kept)
     if tile is None:
         tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
@@ -99,7 +99,7 @@ def shapes(
     call = _sort({**arguments, "batch_invariant": False}, data, constants_of(program.label))
     how = ("auto", False, (128, 128), None, 1)
     shape = _shape_of(*tensors)
-    digest, given, kept, _ = declare(program.label, call.names, how, False, *shape)
+    digest, given, kept, *_ = declare(program.label, call.names, how, False, *shape)
     out, lse = torch.ops.flashgen.attention(*tensors, *call.lists(given, kept), digest)
     return out, lse
 
@@ -124,25 +124,21 @@ def plan(
     call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, block = declare(
+    digest, given, kept, block, is_watched = declare(
         program.label, call.names, how, is_dynamo_compiling(), *shape
     )
     if block is None:
         # Refused, and so is the call itself.
         return [], None
-    tensors, ints = call.lists(given, _held(program, digest, kept))
+    tensors, ints = call.lists(given, _held(program, digest) if is_watched else kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
 
 
-def _held(
-    program: Program, digest: str, kept: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """The tensors that the declaration holds: for Dynamo by where they are found before each run,
-    so that they may be others then; what is read here becomes a guard (`watch.py`)."""
-    if not is_dynamo_compiling() or torch.compiler.is_exporting() or program.watch is None:
-        return kept
-    return tuple(getattr(program.watch.held, digest))
+def _held(program: Program, digest: str) -> tuple[torch.Tensor, ...]:
+    """The tensors that the declaration holds, by where they are found before each run, so that
+    they may be others then; what is read here becomes a guard (`watch.py`)."""
+    return tuple(getattr(program.in_graphs.watch.held, digest))
 
 
 def _given(schedule: Schedule, lists: int) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree
@@ -87,18 +87,17 @@ class Watch:
 _pytree.register_constant(Watch)
 
 
-def tell(program: Program, digest: str, again: Callable[[], Told], is_refused: bool) -> None:
+def tell(program: Program, digest: str, again: Callable[[], Told], is_refused: bool) -> bool:
     """Note what a graph that is being made is told, `again()`, by the form's digest; or that it
-    `is_refused`.
-
-    Nothing if the program's functions read nothing that may change."""
+    `is_refused`. Not where the program's functions read nothing that may change: False."""
     read = program.read
-    if program.watch is None and read.complete and not (read.checks or is_refused):
-        return
-    watch = program.watch or Watch(program, Held())
-    watch._tell(program, digest, again, is_refused)
-    _give(program, watch)
+    seen = program.in_graphs
+    if seen.watch is None and read.complete and not (read.checks or is_refused):
+        return False
+    seen.watch = seen.watch or Watch(program, Held())
+    seen.watch._tell(program, digest, again, is_refused)
     _guarded.append(weakref.ref(program))
+    return True
 
 
 def renew() -> None:
@@ -106,10 +105,5 @@ def renew() -> None:
     operator."""
     while _guarded:
         program = _guarded.pop()()
-        if program is not None and program.watch is not None:
-            _give(program, Watch(program, program.watch.held))
-
-
-def _give(program: Program, watch: Any) -> None:
-    # Programs are frozen; this is no part of what they declare.
-    object.__setattr__(program, "watch", watch)
+        if program is not None:
+            program.in_graphs.watch = Watch(program, program.in_graphs.watch.held)

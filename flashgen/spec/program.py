@@ -35,6 +35,13 @@ _labels = itertools.count()
 _labelled: WeakValueDictionary[str, Program] = WeakValueDictionary()
 
 
+class InGraphs:
+    """What graphs of `torch.compile` look at: by `watch` they notice that functions read something
+    else (`ops/watch.py`)."""
+
+    watch: Any = None
+
+
 @dataclass(frozen=True)
 class Program:
     """What `fg.Attention` declares once: mask, score function, heads, softcap, sinks."""
@@ -47,8 +54,7 @@ class Program:
     _specs: dict[Any, Spec] = field(default_factory=dict, compare=False, repr=False)
     # What `Program.called` finds it by: a constant in graphs, which can't hold the object itself.
     label: str = field(default_factory=lambda: str(next(_labels)), compare=False, repr=False)
-    # By what graphs notice that functions read something else (`ops/watch.py`).
-    watch: Any = field(default=None, init=False, compare=False, repr=False)
+    in_graphs: InGraphs = field(default_factory=InGraphs, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _labelled[self.label] = self
