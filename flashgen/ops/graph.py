@@ -34,18 +34,21 @@ class Sorted(NamedTuple):
     # For each of the data: name and kind, what tracing must know of a tensor, a baked-in value.
     kinds: tuple[tuple[Any, ...], ...]
 
-    @property
-    def names(self) -> tuple[Any, ...]:
-        return tuple(self.tensors), tuple(self.ints), self.static, self.kinds
 
-    def lists(self, given: tuple[str, ...], kept: tuple[torch.Tensor, ...]) -> Lists:
-        """In the order that `Form` describes."""
-        data = [self.data[name] for name in given]
-        # Operators specialise on a float, and not on a tensor: it becomes one, by a product.
-        unit = torch.ones((), dtype=torch.float64, device="cpu")
-        one = [unit * x for x in self.numbers.values()]
-        tensors = [*self.tensors.values(), *data, *kept, *one]
-        return tensors, [*self.ints.values(), *self.counts.values()]
+def _names(call: Sorted) -> tuple[Any, ...]:
+    """As `declare` takes them. A function, as PyTorch 2.10 asks for a constant where a named tuple
+    has properties and methods."""
+    return tuple(call.tensors), tuple(call.ints), call.static, call.kinds
+
+
+def _lists(call: Sorted, given: tuple[str, ...], kept: tuple[torch.Tensor, ...]) -> Lists:
+    """In the order that `Form` describes."""
+    data = [call.data[name] for name in given]
+    # Operators specialise on a float, and not on a tensor: it becomes one, by a product.
+    unit = torch.ones((), dtype=torch.float64, device="cpu")
+    one = [unit * x for x in call.numbers.values()]
+    tensors = [*call.tensors.values(), *data, *kept, *one]
+    return tensors, [*call.ints.values(), *call.counts.values()]
 
 
 def attend(
@@ -80,9 +83,9 @@ def attend(
     how = (backend, deterministic, block, made_for, lists)
     shape = _shape_of(q, k, v)
     digest, given, kept, tile, is_watched = declare(
-        program.label, call.names, how, is_dynamo_compiling(), *shape
+        program.label, _names(call), how, is_dynamo_compiling(), *shape
     )
-    tensors, ints = call.lists(given, _held(program, digest) if is_watched else kept)
+    tensors, ints = _lists(call, given, _held(program, digest) if is_watched else kept)
     if tile is None:
         tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
@@ -99,8 +102,8 @@ def shapes(
     call = _sort({**arguments, "batch_invariant": False}, data, constants_of(program.label))
     how = ("auto", False, (128, 128), None, 1)
     shape = _shape_of(*tensors)
-    digest, given, kept, *_ = declare(program.label, call.names, how, False, *shape)
-    out, lse = torch.ops.flashgen.attention(*tensors, *call.lists(given, kept), digest)
+    digest, given, kept, *_ = declare(program.label, _names(call), how, False, *shape)
+    out, lse = torch.ops.flashgen.attention(*tensors, *_lists(call, given, kept), digest)
     return out, lse
 
 
@@ -125,12 +128,12 @@ def plan(
     how = (kernel, False, None, None, lists)
     shape = _shape_of(q, k, v)
     digest, given, kept, block, is_watched = declare(
-        program.label, call.names, how, is_dynamo_compiling(), *shape
+        program.label, _names(call), how, is_dynamo_compiling(), *shape
     )
     if block is None:
         # Refused, and so is the call itself.
         return [], None
-    tensors, ints = call.lists(given, _held(program, digest) if is_watched else kept)
+    tensors, ints = _lists(call, given, _held(program, digest) if is_watched else kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
 
