@@ -83,8 +83,8 @@ def declare(
 ) -> tuple[str, tuple[str, ...], tuple[torch.Tensor, ...], tuple[int, int] | None, bool]:
     """Trace the declaration for data of these kinds, and register what operators must know.
 
-    `names` are what `graph._names` finds; `how`: backend, deterministic, tile (None: chosen here), what
-    a given schedule was made for, and how many lists of runs are made; `shape`: what
+    `names` are what `graph._names` finds; `how`: backend, deterministic, tile (None: chosen here),
+    what a given schedule was made for, and how many lists of runs are made; `shape`: what
     `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
     the tensors that the declaration holds itself, the tile, and whether a graph's guard looks at
     the program's watch, which finds those tensors, too.
