@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Work = TypeVar("Work")
-# Seconds that all compiling may take, and the measuring of one piece of work.
-PATIENCE, ONE = 300.0, 120.0
+# Seconds that all compiling may take, the measuring of one piece of work, and the end.
+PATIENCE, ONE, LAST = 300.0, 120.0, 10.0
 MOST = 14
 
 
@@ -32,11 +32,6 @@ class Found(Generic[Work]):
 class _Worker:
     process: Any
     connection: Connection
-
-    def stop(self) -> None:
-        self.connection.close()
-        self.process.terminate()
-        self.process.join()
 
 
 def in_turns(
@@ -72,8 +67,18 @@ def in_turns(
                 worker.process.terminate()
             yield Found(work, value, problem)
     finally:
-        for worker in workers:
-            worker.stop()
+        _stop(workers)
+
+
+def _stop(workers: Sequence[_Worker]) -> None:
+    """A process that is left alone ends, and clears up; one that doesn't is ended."""
+    for worker in workers:
+        worker.connection.close()
+    deadline = time.monotonic() + LAST
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        worker.process.terminate()
+        worker.process.join()
 
 
 def deal(
