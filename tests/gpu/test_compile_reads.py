@@ -52,5 +52,7 @@ def test_documents_and_parameters_of_each_step(mode: str) -> None:
             grads = torch.autograd.grad(out, (x, layer.slope), grad)
             # A replay overwrites what the one before gave.
             found.append([y.clone() for y in (out, *grads)])
+        # The graph's tile is one for all lengths: outputs differ by a rounding to 16 bits, and so
+        # does what gradients are made of. Documents or slopes of another step are off by half.
         for mine, right in zip(*found, strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-2)
+            assert (mine - right).float().norm() < 0.02 * right.float().norm()
