@@ -3,6 +3,8 @@ run, as eager calls do."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,6 +99,22 @@ def test_tensors_that_change_in_every_call() -> None:
         module.documents = torch.arange(S) // size
         agree(run, module)
     assert counter.frame_count == 1
+
+
+def test_what_is_replaced_is_dropped() -> None:
+    """And so is a module whose graph PyTorch keeps."""
+    module, x = Reading(), torch.randn(1, 2, S, 4)
+    run = torch.compile(module, fullgraph=True, backend="eager")
+    run(x)
+    before = weakref.ref(module.documents)
+    module.documents = torch.arange(S) // 7
+    torch.testing.assert_close(run(x), module.right(x))
+    gc.collect()
+    assert before() is None
+    before = weakref.ref(module.attend._program)
+    del module, run
+    gc.collect()
+    assert before() is None
 
 
 def test_inductor_and_variables_of_a_closure() -> None:

@@ -87,7 +87,7 @@ def declare(
     what a given schedule was made for, and how many lists of runs are made; `shape`: what
     `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
     the tensors that the declaration holds itself, the tile, and whether a graph's guard looks at
-    the program's watch, which finds those tensors, too.
+    the program's watch, which has those tensors then.
     Raises FlashgenError for data that don't fit the declaration; for Dynamo the operator does, when
     it runs, and there is no tile."""
     program = Program.called(label)
@@ -107,7 +107,9 @@ def declare(
     if in_graph:
         again = functools.partial(_told, label, names, how, *shape)
         is_watched = watch.tell(program, found[0], again, is_refused)
-    return *found, is_watched
+    digest, given, kept, tile = found
+    # What is returned stays as long as the graph.
+    return digest, given, () if is_watched else kept, tile, is_watched
 
 
 @_outside_modes()

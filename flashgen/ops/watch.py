@@ -8,14 +8,17 @@ there now; else PyTorch makes another graph."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
 
 from ..graphs import outside_graphs
+from ..trace.reads import Reads
 
 if TYPE_CHECKING:
     from ..spec import Program
@@ -25,6 +28,18 @@ Told = tuple[str, tuple[str, ...], tuple[torch.Tensor, ...]]
 
 # Programs whose watch is the one that a graph's guard holds itself.
 _guarded: list[weakref.ref[Program]] = []
+_numbers = itertools.count()
+
+
+@dataclass
+class _Record:
+    """What graphs were told, and what had been read by then. Tensors aren't kept: they may be
+    replaced and dropped."""
+
+    told: list[tuple[str, tuple[Any, ...], Callable[[], Told]]] = field(default_factory=list)
+    read: Reads = field(default_factory=Reads)
+    # Nobody notes what a function read that was refused.
+    is_refused: bool = False
 
 
 class Held:
@@ -33,69 +48,75 @@ class Held:
 
 
 class Watch:
-    """A constant of graphs, equal to another one where what that was told is so still."""
+    """A constant of graphs, equal to another one where what that was told is so still.
+
+    Guards live as long as the code that was compiled, and nothing follows what they hold. So a
+    watch that a guard holds has nothing of the model: its record is the program's."""
 
     def __init__(self, program: Program, held: Held) -> None:
         self.held = held
         self._program = weakref.ref(program)
-        self._read = program.read
-        self._told: list[tuple[str, Told, Callable[[], Told]]] = []
-        # Nobody notes what a function read that was refused.
-        self._is_refused = False
+        self._number = next(_numbers)
 
     def __hash__(self) -> int:
-        return hash(id(self.held))
+        return hash(self._program)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Watch) and other.held is self.held and other._is_current()
+        """PyTorch asks the one that is there now about the one that its guard holds."""
+        if not isinstance(other, Watch):
+            return NotImplemented
+        program = self._program()
+        if program is None or other._program() is not program:
+            return False
+        record = program.in_graphs.records[other._number]
+        is_known = record.read.are_current() and not record.is_refused
+        return is_known or _looked_at_again(program, record)
 
-    def _tell(
+    def __del__(self) -> None:
+        if (program := self._program()) is not None:
+            program.in_graphs.records.pop(self._number, None)
+
+    def tell(
         self, program: Program, digest: str, again: Callable[[], Told], is_refused: bool
     ) -> None:
         told = again()
-        self._told.append((digest, told, again))
-        self._is_refused |= is_refused
-        self._read = program.read
+        record = program.in_graphs.records.setdefault(self._number, _Record())
+        record.told.append((digest, told[:2], again))
+        record.is_refused |= is_refused
+        record.read = program.read
         setattr(self.held, digest, [] if is_refused else list(told[2]))
-
-    def _is_current(self) -> bool:
-        is_known = self._read.are_current() and not self._is_refused
-        return is_known or self._looked_at_again()
-
-    @outside_graphs("a guard isn't a part of the graph")
-    def _looked_at_again(self) -> bool:
-        """Whether functions that read something else mean the same."""
-        program = self._program()
-        if program is None:
-            return False
-        try:
-            # PyTorch asks with it off, and symbols answer for tensors by it.
-            with torch._C._EnableTorchFunction():
-                now = [again() for _, _, again in self._told]
-        except Exception:  # of a user's function; making another graph says what is wrong
-            return False
-        pairs = [*zip(now, self._told, strict=True)]
-        if any(new[:2] != old[:2] for new, (_, old, _) in pairs):
-            return False
-        for (found, _, tensors), (digest, _, _) in pairs:
-            if found == digest:
-                setattr(self.held, digest, list(tensors))
-        self._read = program.read
-        return True
 
 
 _pytree.register_constant(Watch)
 
 
+@outside_graphs("a guard isn't a part of the graph")
+def _looked_at_again(program: Program, record: _Record) -> bool:
+    """Whether functions that read something else mean the same."""
+    try:
+        # PyTorch asks with it off, and symbols answer for tensors by it.
+        with torch._C._EnableTorchFunction():
+            now = [again() for _, _, again in record.told]
+    except Exception:  # of a user's function; making another graph says what is wrong
+        return False
+    pairs = [*zip(now, record.told, strict=True)]
+    if any(new[:2] != old for new, (_, old, _) in pairs):
+        return False
+    for (found, _, tensors), (digest, _, _) in pairs:
+        if found == digest:
+            setattr(program.in_graphs.watch.held, digest, list(tensors))
+    record.read = program.read
+    return True
+
+
 def tell(program: Program, digest: str, again: Callable[[], Told], is_refused: bool) -> bool:
     """Note what a graph that is being made is told, `again()`, by the form's digest; or that it
     `is_refused`. Not where the program's functions read nothing that may change: False."""
-    read = program.read
-    seen = program.in_graphs
+    seen, read = program.in_graphs, program.read
     if seen.watch is None and read.complete and not (read.checks or is_refused):
         return False
     seen.watch = seen.watch or Watch(program, Held())
-    seen.watch._tell(program, digest, again, is_refused)
+    seen.watch.tell(program, digest, again, is_refused)
     _guarded.append(weakref.ref(program))
     return True
 
@@ -106,4 +127,6 @@ def renew() -> None:
     while _guarded:
         program = _guarded.pop()()
         if program is not None:
-            program.in_graphs.watch = Watch(program, program.in_graphs.watch.held)
+            before = program.in_graphs.watch
+            program.in_graphs.watch = Watch(program, before.held)
+            before.held = None

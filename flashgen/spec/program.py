@@ -37,9 +37,11 @@ _labelled: WeakValueDictionary[str, Program] = WeakValueDictionary()
 
 class InGraphs:
     """What graphs of `torch.compile` look at: by `watch` they notice that functions read something
-    else (`ops/watch.py`)."""
+    else than was noted when they were made (`ops/watch.py`)."""
 
-    watch: Any = None
+    def __init__(self) -> None:
+        self.watch: Any = None
+        self.records: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
