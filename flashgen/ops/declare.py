@@ -18,7 +18,7 @@ from ..errors import FlashgenError
 from ..geometry import Geometry
 from ..graphs import outside_graphs
 from ..spec import Bound, Program
-from . import refused, watch
+from . import guard, refused
 from .form import Form, register
 from .pending import refuse_pending
 from .refused import Refused
@@ -87,7 +87,7 @@ def declare(
     what a given schedule was made for, and how many lists of runs are made; `shape`: what
     `graph._shape_of` finds. Returns the form's digest, the names of the data that the call gives,
     the tensors that the declaration holds itself, the tile, and whether a graph's guard looks at
-    the program's watch, which has those tensors then.
+    what the program has for it, with those tensors then.
     Raises FlashgenError for data that don't fit the declaration; for Dynamo the operator does, when
     it runs, and there is no tile."""
     program = Program.called(label)
@@ -103,18 +103,18 @@ def declare(
             raise
         is_refused = True
         found = _refuse(program.name, names, error)
-    is_watched = False
+    is_guarded = False
     if in_graph:
         again = functools.partial(_told, label, names, how, *shape)
-        is_watched = watch.tell(program, found[0], again, is_refused)
+        is_guarded = guard.tell(program, found[0], again, is_refused)
     digest, given, kept, tile = found
     # What is returned stays as long as the graph.
-    return digest, given, () if is_watched else kept, tile, is_watched
+    return digest, given, () if is_guarded else kept, tile, is_guarded
 
 
 @_outside_modes()
-def _told(*declared: Any) -> watch.Told:
-    """What a graph is told, or why it is refused, as `watch` compares it."""
+def _told(*declared: Any) -> guard.Told:
+    """What a graph is told, or why it is refused, as `guard` compares it."""
     try:
         return _declared(*declared)[:3]
     except FlashgenError as error:

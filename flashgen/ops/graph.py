@@ -82,10 +82,10 @@ def attend(
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, tile, is_watched = declare(
+    digest, given, kept, tile, is_guarded = declare(
         program.label, _names(call), how, is_dynamo_compiling(), *shape
     )
-    tensors, ints = _lists(call, given, _held(program, digest) if is_watched else kept)
+    tensors, ints = _lists(call, given, _held(program, digest) if is_guarded else kept)
     if tile is None:
         tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
@@ -127,21 +127,21 @@ def plan(
     call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, block, is_watched = declare(
+    digest, given, kept, block, is_guarded = declare(
         program.label, _names(call), how, is_dynamo_compiling(), *shape
     )
     if block is None:
         # Refused, and so is the call itself.
         return [], None
-    tensors, ints = _lists(call, given, _held(program, digest) if is_watched else kept)
+    tensors, ints = _lists(call, given, _held(program, digest) if is_guarded else kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
 
 
 def _held(program: Program, digest: str) -> tuple[torch.Tensor, ...]:
     """The tensors that the declaration holds, by where they are found before each run, so that
-    they may be others then; what is read here becomes a guard (`watch.py`)."""
-    return tuple(getattr(program.in_graphs.watch.held, digest))
+    they may be others then; what is read here becomes a guard (`guard.py`)."""
+    return tuple(getattr(program.in_graphs.guarded.held, digest))
 
 
 def _given(schedule: Schedule, lists: int) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from ..records.tape import Tapes
 from ..schedule import Schedule
 from ..schedule.make import check_fits, make_schedule
 from ..schedule.runs import column_capacity
-from . import flat, refused, watch
+from . import flat, guard, refused
 from .eager import refuse_forward_mode, saveable, twice
 from .engine import arguments_of, engine, no_autocast
 from .form import Form, form_of
@@ -98,7 +98,7 @@ def _transpose_fake(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, others: Tensors, ints: Ints, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    watch.renew()
+    guard.renew()
     given = (q, k, v, others, ints)
     if (wrong := refused.find(form)) is not None:
         raise wrong.error(*given)

@@ -36,11 +36,11 @@ _labelled: WeakValueDictionary[str, Program] = WeakValueDictionary()
 
 
 class InGraphs:
-    """What graphs of `torch.compile` look at: by `watch` they notice that functions read something
-    else than was noted when they were made (`ops/watch.py`)."""
+    """What graphs of `torch.compile` look at: by `guarded` they notice that functions read
+    something else than was noted when they were made (`ops/guard.py`)."""
 
     def __init__(self) -> None:
-        self.watch: Any = None
+        self.guarded: Any = None
         self.records: dict[int, Any] = {}
 
 

@@ -1,7 +1,7 @@
 """What graphs of `torch.compile` were told of a declaration, looked at again before each run.
 
 A mask reads `self.window`, `self.documents` or a parameter when a graph is made. The graph has a
-guard on the program's `Watch`, which PyTorch compares with the one that the graph was made with:
+guard on the program's `Guarded`, which PyTorch compares with the one that the graph was made with:
 another object by then, as equal pointers aren't compared. Where the functions read something else
 than then, they are traced again: if they mean the same, the graph runs, with the tensors that are
 there now; else PyTorch makes another graph."""
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # Digest of a form, names of the data that a call gives, and the tensors that the declaration holds.
 Told = tuple[str, tuple[str, ...], tuple[torch.Tensor, ...]]
 
-# Programs whose watch is the one that a graph's guard holds itself.
-_guarded: list[weakref.ref[Program]] = []
+# Programs of which a graph's guard holds the very object that it looks at.
+_new: list[weakref.ref[Program]] = []
 _numbers = itertools.count()
 
 
@@ -47,11 +47,11 @@ class Held:
     graphs, which find them here before each run."""
 
 
-class Watch:
+class Guarded:
     """A constant of graphs, equal to another one where what that was told is so still.
 
-    Guards live as long as the code that was compiled, and nothing follows what they hold. So a
-    watch that a guard holds has nothing of the model: its record is the program's."""
+    Guards live as long as the code that was compiled, and nothing follows what they hold. So one
+    that a guard holds has nothing of the model: its record is the program's."""
 
     def __init__(self, program: Program, held: Held) -> None:
         self.held = held
@@ -63,7 +63,7 @@ class Watch:
 
     def __eq__(self, other: object) -> bool:
         """PyTorch asks the one that is there now about the one that its guard holds."""
-        if not isinstance(other, Watch):
+        if not isinstance(other, Guarded):
             return NotImplemented
         program = self._program()
         if program is None or other._program() is not program:
@@ -87,7 +87,7 @@ class Watch:
         setattr(self.held, digest, [] if is_refused else list(told[2]))
 
 
-_pytree.register_constant(Watch)
+_pytree.register_constant(Guarded)
 
 
 @outside_graphs("a guard isn't a part of the graph")
@@ -104,7 +104,7 @@ def _looked_at_again(program: Program, record: _Record) -> bool:
         return False
     for (found, _, tensors), (digest, _, _) in pairs:
         if found == digest:
-            setattr(program.in_graphs.watch.held, digest, list(tensors))
+            setattr(program.in_graphs.guarded.held, digest, list(tensors))
     record.read = program.read
     return True
 
@@ -113,20 +113,20 @@ def tell(program: Program, digest: str, again: Callable[[], Told], is_refused: b
     """Note what a graph that is being made is told, `again()`, by the form's digest; or that it
     `is_refused`. Not where the program's functions read nothing that may change: False."""
     seen, read = program.in_graphs, program.read
-    if seen.watch is None and read.complete and not (read.checks or is_refused):
+    if seen.guarded is None and read.complete and not (read.checks or is_refused):
         return False
-    seen.watch = seen.watch or Watch(program, Held())
-    seen.watch.tell(program, digest, again, is_refused)
-    _guarded.append(weakref.ref(program))
+    seen.guarded = seen.guarded or Guarded(program, Held())
+    seen.guarded.tell(program, digest, again, is_refused)
+    _new.append(weakref.ref(program))
     return True
 
 
 def renew() -> None:
-    """Give programs another watch than graphs have now that these are made. On the way of every
+    """Give programs another one than guards have now that these are made. On the way of every
     operator."""
-    while _guarded:
-        program = _guarded.pop()()
+    while _new:
+        program = _new.pop()()
         if program is not None:
-            before = program.in_graphs.watch
-            program.in_graphs.watch = Watch(program, before.held)
+            before = program.in_graphs.guarded
+            program.in_graphs.guarded = Guarded(program, before.held)
             before.held = None
