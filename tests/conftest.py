@@ -72,6 +72,17 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def fresh_graphs() -> Iterator[None]:
+    """`torch.compile` knows no graph before the test, has counted none, and keeps none after it."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def nan_filled_empty() -> Iterator[None]:
     """`torch.empty` returns NaN (integers: their maximum), so that an unwritten output shows."""
     before = torch.are_deterministic_algorithms_enabled()

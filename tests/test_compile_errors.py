@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +12,10 @@ from torch._dynamo.exc import Unsupported
 import flashgen as fg
 from flashgen import FlashgenError, masks
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 attend = fg.Attention(masks.document)
 Q = torch.randn(1, 2, 24, 8)
 DOC = torch.zeros(1, 24, dtype=torch.int32)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(run: Callable[..., Any], fullgraph: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 import flashgen as fg
 from flashgen import FlashgenError, masks
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 B, H, D = 2, 4, 8
 
 
@@ -33,14 +34,6 @@ class Layers(torch.nn.Module):
         for project in self.project:
             x = x + self.attend(project(x), x, x, slope=self.slope, **given)
         return x
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(run: Callable[..., Any], backend: str = "aot_eager") -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 import flashgen as fg
 from flashgen import FlashgenError
 
+pytestmark = pytest.mark.usefixtures("fresh_graphs")
 S = 48
 
 
@@ -46,13 +47,6 @@ class Reading(torch.nn.Module):
         allowed = (self.documents[:, None] == self.documents) & (away >= 0) & (away < self.window)
         scores = x @ x.mT / x.shape[-1] ** 0.5 - self.slope[:, None, None] * away
         return torch.where(allowed, scores, -torch.inf).softmax(-1) @ x
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def agree(run: Callable[..., torch.Tensor], module: Reading) -> None:

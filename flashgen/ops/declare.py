@@ -93,20 +93,21 @@ def declare(
     program = Program.called(label)
     # Dynamo doesn't answer for export when this runs.
     in_graph = by_dynamo and not torch.compiler.is_exporting()
-    is_refused = False
+    told: guard.Told | None = None
+    is_refused = is_guarded = False
     try:
         found = _declared(label, names, how, *shape)
+        told = found[:3]
         if by_dynamo:
             refuse_pending(program.read, program.name)
     except FlashgenError as error:
         if not in_graph:
             raise
-        is_refused = True
+        is_refused, told = True, told or _refusal(error)
         found = _refuse(program.name, names, error)
-    is_guarded = False
     if in_graph:
         again = functools.partial(_told, label, names, how, *shape)
-        is_guarded = guard.tell(program, found[0], again, is_refused)
+        is_guarded = guard.tell(program, found[0], told, again, is_refused)
     digest, given, kept, tile = found
     # What is returned stays as long as the graph.
     return digest, given, () if is_guarded else kept, tile, is_guarded
@@ -118,7 +119,11 @@ def _told(*declared: Any) -> guard.Told:
     try:
         return _declared(*declared)[:3]
     except FlashgenError as error:
-        return str(error), (), ()
+        return _refusal(error)
+
+
+def _refusal(error: FlashgenError) -> guard.Told:
+    return str(error), (), ()
 
 
 def _refuse(name: str, names: tuple[Any, ...], error: FlashgenError) -> _Found:

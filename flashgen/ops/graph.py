@@ -82,10 +82,7 @@ def attend(
         tail, block, made_for, lengths = _given(schedule, lists)
     how = (backend, deterministic, block, made_for, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, tile, is_guarded = declare(
-        program.label, _names(call), how, is_dynamo_compiling(), *shape
-    )
-    tensors, ints = _lists(call, given, _held(program, digest) if is_guarded else kept)
+    digest, tile, (tensors, ints) = _declared(program, call, how, shape)
     if tile is None:
         tail, lengths = [], []
     out, lse = torch.ops.flashgen.attention(q, k, v, [*tensors, *tail], [*ints, *lengths], digest)
@@ -102,8 +99,8 @@ def shapes(
     call = _sort({**arguments, "batch_invariant": False}, data, constants_of(program.label))
     how = ("auto", False, (128, 128), None, 1)
     shape = _shape_of(*tensors)
-    digest, given, kept, *_ = declare(program.label, _names(call), how, False, *shape)
-    out, lse = torch.ops.flashgen.attention(*tensors, *_lists(call, given, kept), digest)
+    digest, _, lists = _declared(program, call, how, shape)
+    out, lse = torch.ops.flashgen.attention(*tensors, *lists, digest)
     return out, lse
 
 
@@ -127,21 +124,26 @@ def plan(
     call = _sort(arguments, data, constants_of(program.label))
     how = (kernel, False, None, None, lists)
     shape = _shape_of(q, k, v)
-    digest, given, kept, block, is_guarded = declare(
-        program.label, _names(call), how, is_dynamo_compiling(), *shape
-    )
+    digest, block, (tensors, ints) = _declared(program, call, how, shape)
     if block is None:
         # Refused, and so is the call itself.
         return [], None
-    tensors, ints = _lists(call, given, _held(program, digest) if is_guarded else kept)
     made = torch.ops.flashgen.schedule(tensors, ints, q.shape, k.shape, q.device, digest)
     return made, block
 
 
-def _held(program: Program, digest: str) -> tuple[torch.Tensor, ...]:
-    """The tensors that the declaration holds, by where they are found before each run, so that
-    they may be others then; what is read here becomes a guard (`guard.py`)."""
-    return tuple(getattr(program.in_graphs.guarded.held, digest))
+def _declared(
+    program: Program, call: Sorted, how: tuple[Any, ...], shape: tuple[Any, ...]
+) -> tuple[str, tuple[int, int] | None, Lists]:
+    """The form's digest, its tile, None where the call is refused, and the operators' lists."""
+    digest, given, kept, tile, is_guarded = declare(
+        program.label, _names(call), how, is_dynamo_compiling(), *shape
+    )
+    if is_guarded:
+        # By where they are found before each run, so that they may be others then; what is read
+        # here becomes a guard (`guard.py`).
+        kept = tuple(getattr(program.in_graphs.guarded.held, digest))
+    return digest, tile, _lists(call, given, kept)
 
 
 def _given(schedule: Schedule, lists: int) -> tuple[Any, ...]:

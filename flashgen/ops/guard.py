@@ -56,10 +56,11 @@ class Guarded:
     def __init__(self, program: Program, held: Held) -> None:
         self.held = held
         self._program = weakref.ref(program)
-        self._number = next(_numbers)
+        self._label = program.label
+        self.number = next(_numbers)
 
     def __hash__(self) -> int:
-        return hash(self._program)
+        return hash(self._label)
 
     def __eq__(self, other: object) -> bool:
         """PyTorch asks the one that is there now about the one that its guard holds."""
@@ -68,23 +69,13 @@ class Guarded:
         program = self._program()
         if program is None or other._program() is not program:
             return False
-        record = program.in_graphs.records[other._number]
+        record = program.in_graphs.records[other.number]
         is_known = record.read.are_current() and not record.is_refused
         return is_known or _looked_at_again(program, record)
 
     def __del__(self) -> None:
         if (program := self._program()) is not None:
-            program.in_graphs.records.pop(self._number, None)
-
-    def tell(
-        self, program: Program, digest: str, again: Callable[[], Told], is_refused: bool
-    ) -> None:
-        told = again()
-        record = program.in_graphs.records.setdefault(self._number, _Record())
-        record.told.append((digest, told[:2], again))
-        record.is_refused |= is_refused
-        record.read = program.read
-        setattr(self.held, digest, [] if is_refused else list(told[2]))
+            program.in_graphs.records.pop(self.number, None)
 
 
 _pytree.register_constant(Guarded)
@@ -109,21 +100,28 @@ def _looked_at_again(program: Program, record: _Record) -> bool:
     return True
 
 
-def tell(program: Program, digest: str, again: Callable[[], Told], is_refused: bool) -> bool:
-    """Note what a graph that is being made is told, `again()`, by the form's digest; or that it
-    `is_refused`. Not where the program's functions read nothing that may change: False."""
+def tell(
+    program: Program, digest: str, told: Told, again: Callable[[], Told], is_refused: bool
+) -> bool:
+    """Note what a graph that is being made is told, by the digest that it carries, or that it
+    `is_refused`; `again()`: what it would be told later. Not where the program's functions read
+    nothing that may change: False."""
     seen, read = program.in_graphs, program.read
     if seen.guarded is None and read.complete and not (read.checks or is_refused):
         return False
     seen.guarded = seen.guarded or Guarded(program, Held())
-    seen.guarded.tell(program, digest, again, is_refused)
+    record = seen.records.setdefault(seen.guarded.number, _Record())
+    record.told.append((digest, told[:2], again))
+    record.read = read
+    record.is_refused |= is_refused
+    setattr(seen.guarded.held, digest, [] if is_refused else list(told[2]))
     _new.append(weakref.ref(program))
     return True
 
 
 def renew() -> None:
     """Give programs another one than guards have now that these are made. On the way of every
-    operator."""
+    run of the attention operator."""
     while _new:
         program = _new.pop()()
         if program is not None:

@@ -29,7 +29,7 @@ def refuse_pending(read: Reads, call: str) -> None:
 def _set_since(check: Check) -> Iterator[Any]:
     """What was set on the thing that was read, of Dynamo's own kinds; nothing where Dynamo keeps
     that otherwise than is known here."""
-    with contextlib.suppress(AttributeError, ImportError, KeyError, TypeError):
+    with contextlib.suppress(AttributeError, ImportError, TypeError):
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         effects = InstructionTranslator.current_tx().output.side_effects
@@ -37,8 +37,9 @@ def _set_since(check: Check) -> Iterator[Any]:
             value = getattr(variable, "value", None)
             if check.key in names and (value is check.holder or _has(value, check.holder)):
                 yield names[check.key]
-        if isinstance(check.holder, dict):
-            yield from _replaced(effects.id_to_variable[id(check.holder)], check.key)
+        entries = effects.id_to_variable.get(id(check.holder))
+        if isinstance(check.holder, dict) and entries is not None:
+            yield from _replaced(entries, check.key)
 
 
 def _has(module: Any, holder: Any) -> bool:

@@ -135,10 +135,11 @@ class Leaf:
         """Trace for types and names, and keep that: the trace `before`, if it is as good."""
         types, names = map(dict, key)
         found = trace(self.function, types, wants=self.wants, names=names)
-        if before is not None and before.agrees(found):
-            found = replace(before, read=found.read)
-        elif before is not None:
-            self._traces.changes += 1
+        if before is not None:
+            if before.agrees(found):
+                found = replace(before, read=found.read)
+            else:
+                self._traces.changes += 1
         self._traces[key] = found
         return found
 
